@@ -1,0 +1,1 @@
+"""Loading, describing and mapping models: the only folder that imports transformers."""

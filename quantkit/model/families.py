@@ -1,0 +1,461 @@
+"""What quantkit knows of each architecture family: one row of facts each, and nothing anywhere else.
+
+A row says where the blocks are, which module plays which role, which norm feeds what, and how positions
+are told; it also carries the tiny config on which one contract test checks every word of it by tracing
+the real transformers modules. An architecture without a row still maps, with role OTHER throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.model.family_records import CROSS, HEAD, ByConfig, Family, Stack
+from quantkit.records import EmbeddingKind, NormKind, NormPlacement, PositionKind, Residual, Role
+
+Q, K, V, OUT = Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT
+GATE, UP, DOWN = Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN
+TOKEN, POSITION, TOKEN_TYPE = EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE
+
+# Spellings that several families share.
+LLAMA_ATTENTION = {
+    "self_attn.q_proj": (Q,),
+    "self_attn.k_proj": (K,),
+    "self_attn.v_proj": (V,),
+    "self_attn.o_proj": (OUT,),
+}
+LLAMA_FFN = {"mlp.gate_proj": (GATE,), "mlp.up_proj": (UP,), "mlp.down_proj": (DOWN,)}
+READ_BY_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+READ_BY_FFN = ("mlp.gate_proj", "mlp.up_proj")
+SANDWICH_NORMS: dict[str, tuple[str, ...]] = {
+    "input_layernorm": READ_BY_ATTENTION,
+    "post_attention_layernorm": (),
+    "pre_feedforward_layernorm": READ_BY_FFN,
+    "post_feedforward_layernorm": (),
+}
+OPT_POST_NORMS = {
+    "self_attn_layer_norm": ("fc1",),
+    "final_layer_norm": (">self_attn.q_proj", ">self_attn.k_proj", ">self_attn.v_proj"),
+}
+LLAMA_STACK = Stack(
+    path="layers.*",
+    kind="decoder",
+    projections={**LLAMA_ATTENTION, **LLAMA_FFN},
+    norms={"input_layernorm": READ_BY_ATTENTION, "post_attention_layernorm": READ_BY_FFN},
+    activation="mlp.act_fn",
+)
+BERT_STACK = Stack(
+    path="encoder.layer.*",
+    kind="encoder",
+    projections={
+        "attention.self.query": (Q,),
+        "attention.self.key": (K,),
+        "attention.self.value": (V,),
+        "attention.output.dense": (OUT,),
+        "intermediate.dense": (UP,),
+        "output.dense": (DOWN,),
+    },
+    norms={
+        "attention.output.LayerNorm": ("intermediate.dense",),
+        "output.LayerNorm": (">attention.self.query", ">attention.self.key", ">attention.self.value"),
+    },
+    activation="intermediate.intermediate_act_fn",
+)
+BERT_EMBEDDINGS = {
+    "embeddings.word_embeddings": TOKEN,
+    "embeddings.position_embeddings": POSITION,
+    "embeddings.token_type_embeddings": TOKEN_TYPE,
+}
+BERT_OUTER_NORMS: dict[str, tuple[str, ...]] = {
+    "embeddings.LayerNorm": (">attention.self.query", ">attention.self.key", ">attention.self.value"),
+    "cls.predictions.transform.LayerNorm": (HEAD,),
+}
+BERT_POSITION = ByConfig(
+    key="position_embedding_type",
+    absent="absolute",
+    values={
+        "absolute": PositionKind.LEARNED,
+        "relative_key": PositionKind.RELATIVE,
+        "relative_key_query": PositionKind.RELATIVE,
+    },
+)
+BERT_TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
+LLAMA_TINY = {**BERT_TINY, "num_key_value_heads": 2, "pad_token_id": 0}
+GEMMA_TINY = {**LLAMA_TINY, "head_dim": 16}
+
+
+def t5_stack(kind: str) -> Stack:
+    """T5 numbers its sublayers; the decoder has cross attention between the two."""
+    ffn = "layer.2" if kind == "decoder" else "layer.1"
+    attention, cross = "layer.0.SelfAttention", "layer.1.EncDecAttention"
+    is_decoder = kind == "decoder"
+    cross_norm = {"layer.1.layer_norm": (f"{cross}.q",)} if is_decoder else {}
+    return Stack(
+        path=f"{kind}.block.*",
+        kind=kind,
+        projections={
+            **{f"{attention}.{name}": (role,) for name, role in zip("qkvo", (Q, K, V, OUT), strict=True)},
+            f"{ffn}.DenseReluDense.wi": (UP,),
+            f"{ffn}.DenseReluDense.wi_0": (GATE,),
+            f"{ffn}.DenseReluDense.wi_1": (UP,),
+            f"{ffn}.DenseReluDense.wo": (DOWN,),
+        },
+        cross_projections={
+            f"{cross}.{name}": (role,)
+            for name, role in zip("qkvo", (Q, K, V, OUT), strict=True)
+            if is_decoder
+        },
+        norms={
+            "layer.0.layer_norm": tuple(f"{attention}.{name}" for name in "qkv"),
+            **cross_norm,
+            f"{ffn}.layer_norm": tuple(f"{ffn}.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1")),
+        },
+        activation=f"{ffn}.DenseReluDense.act",
+    )
+
+
+GPT2 = Family(
+    model_types=("gpt2",),
+    stacks=(
+        Stack(
+            path="h.*",
+            kind="decoder",
+            projections={
+                "attn.c_attn": (Q, K, V),
+                "attn.c_proj": (OUT,),
+                "mlp.c_fc": (UP,),
+                "mlp.c_proj": (DOWN,),
+            },
+            norms={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
+            activation="mlp.act",
+        ),
+    ),
+    embeddings={"wte": TOKEN, "wpe": POSITION},
+    outer_norms={"ln_f": (HEAD,)},
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.PRE,
+    position=PositionKind.LEARNED,
+    tiny_class="GPT2LMHeadModel",
+    tiny={"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40},
+    variants=({"activation_function": "relu", "n_inner": 48},),
+)
+
+OPT = Family(
+    model_types=("opt",),
+    stacks=(
+        Stack(
+            path="decoder.layers.*",
+            kind="decoder",
+            projections={
+                "self_attn.q_proj": (Q,),
+                "self_attn.k_proj": (K,),
+                "self_attn.v_proj": (V,),
+                "self_attn.out_proj": (OUT,),
+                "fc1": (UP,),
+                "fc2": (DOWN,),
+            },
+            norms=ByConfig(
+                key="do_layer_norm_before",
+                absent=True,
+                values={
+                    True: {"self_attn_layer_norm": READ_BY_ATTENTION, "final_layer_norm": ("fc1",)},
+                    False: OPT_POST_NORMS,
+                },
+            ),
+            activation="activation_fn",
+        ),
+    ),
+    embeddings={"decoder.embed_tokens": TOKEN, "decoder.embed_positions": POSITION},
+    outer_norms={"decoder.final_layer_norm": (HEAD,)},
+    other=("decoder.project_in", "decoder.project_out"),
+    norm_kind=NormKind.LAYER_NORM,
+    placement=ByConfig(
+        key="do_layer_norm_before", absent=True, values={True: NormPlacement.PRE, False: NormPlacement.POST}
+    ),
+    position=PositionKind.LEARNED,
+    position_offset=2,
+    tiny_class="OPTForCausalLM",
+    tiny={**BERT_TINY, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    variants=({"do_layer_norm_before": False, "word_embed_proj_dim": 16},),  # OPT-350m is such a one
+)
+
+GPT_NEOX = Family(
+    model_types=("gpt_neox",),
+    stacks=(
+        Stack(
+            path="layers.*",
+            kind="decoder",
+            projections={
+                "attention.query_key_value": (Q, K, V),
+                "attention.dense": (OUT,),
+                "mlp.dense_h_to_4h": (UP,),
+                "mlp.dense_4h_to_h": (DOWN,),
+            },
+            norms={
+                "input_layernorm": ("attention.query_key_value",),
+                "post_attention_layernorm": ("mlp.dense_h_to_4h",),
+            },
+            activation="mlp.act",
+        ),
+    ),
+    embeddings={"embed_in": TOKEN},
+    outer_norms={"final_layer_norm": (HEAD,)},
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.PRE,
+    residual=ByConfig(
+        key="use_parallel_residual", absent=True, values={True: Residual.PARALLEL, False: Residual.SEQUENTIAL}
+    ),
+    interleaves_heads=True,
+    position=PositionKind.ROPE,
+    names={"lm_head": "embed_out"},
+    tiny_class="GPTNeoXForCausalLM",
+    tiny=BERT_TINY,
+    variants=({"use_parallel_residual": False},),
+)
+
+BLOOM = Family(
+    model_types=("bloom",),
+    stacks=(
+        Stack(
+            path="h.*",
+            kind="decoder",
+            projections={
+                "self_attention.query_key_value": (Q, K, V),
+                "self_attention.dense": (OUT,),
+                "mlp.dense_h_to_4h": (UP,),
+                "mlp.dense_4h_to_h": (DOWN,),
+            },
+            norms={
+                "input_layernorm": ("self_attention.query_key_value",),
+                "post_attention_layernorm": ("mlp.dense_h_to_4h",),
+            },
+            activation="mlp.gelu_impl",
+        ),
+    ),
+    embeddings={"word_embeddings": TOKEN},
+    outer_norms={"word_embeddings_layernorm": (), "ln_f": (HEAD,)},
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.PRE,
+    interleaves_heads=True,
+    position=PositionKind.ALIBI,
+    tiny_class="BloomForCausalLM",
+    tiny={"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+)
+
+LLAMA = Family(
+    model_types=("llama",),
+    stacks=(LLAMA_STACK,),
+    embeddings={"embed_tokens": TOKEN},
+    outer_norms={"norm": (HEAD,)},
+    norm_kind=NormKind.RMS_NORM,
+    placement=NormPlacement.PRE,
+    position=PositionKind.ROPE,
+    tiny_class="LlamaForCausalLM",
+    tiny=LLAMA_TINY,
+    variants=({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},),
+)
+
+QWEN3_STACK = replace(LLAMA_STACK, query_key_norms=("self_attn.q_norm", "self_attn.k_norm"))
+
+GEMMA = replace(
+    LLAMA,
+    model_types=("gemma",),
+    norm_gain_offset=1.0,
+    scales_embedding=True,
+    tiny_class="GemmaForCausalLM",
+    tiny=GEMMA_TINY,
+    variants=(),
+)
+
+GEMMA2 = replace(
+    GEMMA,
+    model_types=("gemma2",),
+    stacks=(replace(LLAMA_STACK, norms=SANDWICH_NORMS),),
+    placement=NormPlacement.SANDWICH,
+    tiny_class="Gemma2ForCausalLM",
+    tiny={**GEMMA_TINY, "sliding_window": 8},
+)
+
+PHI3 = replace(
+    LLAMA,
+    model_types=("phi3",),
+    stacks=(
+        Stack(
+            path="layers.*",
+            kind="decoder",
+            projections={
+                "self_attn.qkv_proj": (Q, K, V),
+                "self_attn.o_proj": (OUT,),
+                "mlp.gate_up_proj": (GATE, UP),
+                "mlp.down_proj": (DOWN,),
+            },
+            norms={
+                "input_layernorm": ("self_attn.qkv_proj",),
+                "post_attention_layernorm": ("mlp.gate_up_proj",),
+            },
+            activation="mlp.activation_fn",
+        ),
+    ),
+    tiny_class="Phi3ForCausalLM",
+    variants=(),
+)
+
+BERT = Family(
+    model_types=("bert",),
+    stacks=(BERT_STACK,),
+    embeddings=BERT_EMBEDDINGS,
+    outer_norms=BERT_OUTER_NORMS,
+    other=("cls.predictions.transform.dense", "pooler.dense", "cls.seq_relationship"),
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.POST,
+    position=BERT_POSITION,
+    tiny_class="BertForMaskedLM",
+    tiny=BERT_TINY,
+)
+
+ROBERTA = replace(
+    BERT,
+    model_types=("roberta", "xlm-roberta", "camembert"),
+    outer_norms={
+        "embeddings.LayerNorm": BERT_OUTER_NORMS["embeddings.LayerNorm"],
+        "lm_head.layer_norm": (HEAD,),
+    },
+    other=("lm_head.dense", "pooler.dense"),
+    position_offset=2,
+    tiny_class="RobertaForMaskedLM",
+)
+
+DISTILBERT_READERS = (">attention.q_lin", ">attention.k_lin", ">attention.v_lin")
+DISTILBERT = Family(
+    model_types=("distilbert",),
+    stacks=(
+        Stack(
+            path="transformer.layer.*",
+            kind="encoder",
+            projections={
+                "attention.q_lin": (Q,),
+                "attention.k_lin": (K,),
+                "attention.v_lin": (V,),
+                "attention.out_lin": (OUT,),
+                "ffn.lin1": (UP,),
+                "ffn.lin2": (DOWN,),
+            },
+            norms={"sa_layer_norm": ("ffn.lin1",), "output_layer_norm": DISTILBERT_READERS},
+            activation="ffn.activation",
+        ),
+    ),
+    embeddings={"embeddings.word_embeddings": TOKEN, "embeddings.position_embeddings": POSITION},
+    outer_norms={"embeddings.LayerNorm": DISTILBERT_READERS, "vocab_layer_norm": (HEAD,)},
+    other=("vocab_transform",),
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.POST,
+    position=PositionKind.LEARNED,
+    tiny_class="DistilBertForMaskedLM",
+    tiny={
+        "vocab_size": 61,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "hidden_dim": 48,
+        "max_position_embeddings": 40,
+    },
+)
+
+ALBERT = Family(
+    model_types=("albert",),
+    stacks=(
+        Stack(
+            path="encoder.albert_layer_groups.*.albert_layers.*",
+            kind="encoder",
+            projections={
+                "attention.query": (Q,),
+                "attention.key": (K,),
+                "attention.value": (V,),
+                "attention.dense": (OUT,),
+                "ffn": (UP,),
+                "ffn_output": (DOWN,),
+            },
+            norms={
+                "attention.LayerNorm": ("ffn",),
+                "full_layer_layer_norm": (">attention.query", ">attention.key", ">attention.value"),
+            },
+            activation="activation",
+            calls=("num_hidden_layers", "num_hidden_groups"),
+        ),
+    ),
+    embeddings=BERT_EMBEDDINGS,
+    outer_norms={
+        "embeddings.LayerNorm": ("encoder.embedding_hidden_mapping_in",),
+        "predictions.LayerNorm": (HEAD,),
+    },
+    other=("encoder.embedding_hidden_mapping_in", "predictions.dense", "pooler"),
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.POST,
+    position=BERT_POSITION,
+    tiny_class="AlbertForMaskedLM",
+    tiny={**BERT_TINY, "embedding_size": 16, "num_hidden_layers": 4},
+    variants=({"num_hidden_groups": 2, "inner_group_num": 2},),
+)
+
+T5 = Family(
+    model_types=("t5", "mt5"),
+    stacks=(t5_stack("encoder"), t5_stack("decoder")),
+    embeddings={"shared": TOKEN},
+    outer_norms={"encoder.final_layer_norm": (CROSS,), "decoder.final_layer_norm": (HEAD,)},
+    norm_kind=NormKind.RMS_NORM,
+    placement=NormPlacement.PRE,
+    position=PositionKind.RELATIVE,
+    scales_tied_head=ByConfig(key="scale_decoder_outputs", absent=True, values={True: True, False: False}),
+    tiny_class="T5ForConditionalGeneration",
+    tiny={"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    variants=({"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},),
+)
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": GPT2,
+    "opt": OPT,
+    "gpt_neox": GPT_NEOX,
+    "bloom": BLOOM,
+    "llama": LLAMA,
+    "mistral": replace(
+        LLAMA,
+        model_types=("mistral",),
+        tiny_class="MistralForCausalLM",
+        tiny={**LLAMA_TINY, "sliding_window": 8},
+        variants=(),
+    ),
+    "qwen2": replace(LLAMA, model_types=("qwen2",), tiny_class="Qwen2ForCausalLM", variants=()),
+    "qwen3": replace(
+        LLAMA,
+        model_types=("qwen3",),
+        stacks=(QWEN3_STACK,),
+        tiny_class="Qwen3ForCausalLM",
+        tiny=GEMMA_TINY,
+        variants=(),
+    ),
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": replace(
+        GEMMA2,
+        model_types=("gemma3_text",),
+        stacks=(replace(QWEN3_STACK, norms=SANDWICH_NORMS),),
+        tiny_class="Gemma3ForCausalLM",
+    ),
+    "phi3": PHI3,
+    "bert": BERT,
+    "roberta": ROBERTA,
+    "distilbert": DISTILBERT,
+    "albert": ALBERT,
+    "t5": T5,
+}
+
+
+def family_of(model_type: str) -> tuple[str, Family] | None:
+    """The row for a config's `model_type`, or None; never another family's facts."""
+    return next(((name, row) for name, row in FAMILIES.items() if model_type in row.model_types), None)

@@ -1,0 +1,316 @@
+"""The walk: from a module tree to a `ModelMap`, without touching a weight.
+
+Every linear becomes one `Layer` for each logical projection it holds, with its role from the families
+table, its tie, its aliases and how often a forward pass calls it. What no table knows is mapped as
+`other` or listed as unmapped, never guessed: the parameters of a map always add up to the model's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+
+from torch import nn
+
+from quantkit.errors import InputError
+from quantkit.model import linears
+from quantkit.model.blocks import describe_block, split_rows
+from quantkit.model.configs import normalise
+from quantkit.model.families import family_of
+from quantkit.model.family_records import read_fact
+from quantkit.model.load import build_on_meta, open_source
+from quantkit.model.places import Place, Walk, calls, checkpoint_name, find_prefix, place_of, readers
+from quantkit.model.weights import compare, read_headers
+from quantkit.records import (
+    ATTENTION_ROLES,
+    FFN_ROLES,
+    Block,
+    Embedding,
+    EmbeddingKind,
+    Layer,
+    ModelMap,
+    Norm,
+    NormKind,
+    Role,
+    UnmappedParameter,
+)
+
+NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
+
+
+def inspect(name: str, *, trust_remote_code: bool = False) -> ModelMap:
+    """Map whatever the user named, and check its weights' headers when they are there."""
+    source = open_source(name, trust_remote_code=trust_remote_code)
+    module = build_on_meta(source)
+    notes = [*source.notes]
+    if source.folder is not None:
+        row = family_of(source.config["model_type"])
+        prefix = find_prefix(module, row[1] if row else None)
+        expected = {
+            checkpoint_name(path, row[1] if row else None): tensor
+            for path, tensor in module.state_dict(keep_vars=True).items()
+        }
+        notes.extend(compare(read_headers(source.folder), expected, prefix=prefix, where=source.name))
+    return map_module(module, name=source.name, notes=tuple(notes), used_remote_code=source.uses_remote_code)
+
+
+def map_module(
+    module: nn.Module, *, name: str, notes: tuple[str, ...] = (), used_remote_code: bool = False
+) -> ModelMap:
+    """Map a live module; weights may be on the meta device."""
+    config = normalise(getattr(module, "config", None))
+    row = family_of(config.model_type)
+    family = row[1] if row else None
+    walk = Walk(module=module, config=config, family=family, prefix=find_prefix(module, family))
+    for path, child in module.named_modules(remove_duplicate=False):
+        walk.names[id(child)].append(checkpoint_name(path, family))
+    embeddings = _map_embeddings(walk)
+    layers = _map_layers(walk)
+    norms = _map_norms(walk)
+    blocks = _map_blocks(walk, layers)
+    has_tied_head = any(layer.tied_to for layer in layers if layer.role is Role.LM_HEAD)
+    scales_head = bool(family and read_fact(family.scales_tied_head, config.raw))
+    root = math.sqrt(config.hidden_size) if config.hidden_size else None
+    if family is None:
+        kind = f"model type '{config.model_type}'" if config.model_type else "a module without a config"
+        notes = (
+            *notes,
+            f"no row for {kind} in the families table: roles are 'other', blocks are not described",
+        )
+    elif strays := [
+        layer.name for layer in layers if layer.role is Role.OTHER and not _is_known_other(walk, layer)
+    ]:
+        notes = (*notes, f"{len(strays)} projections have no role in this family: {', '.join(strays[:4])}")
+    return ModelMap(
+        name=name,
+        model_type=config.model_type,
+        architecture=type(module).__name__,
+        family=row[0] if row else None,
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        is_encoder_decoder=config.is_encoder_decoder,
+        has_tied_head=has_tied_head,
+        embedding_scale=root if family and family.scales_embedding else None,
+        head_scale=1 / root if root and family and has_tied_head and scales_head else None,
+        final_softcap=config.final_softcap,
+        layers=layers,
+        embeddings=embeddings,
+        norms=norms,
+        blocks=blocks,
+        unmapped=_find_unmapped(walk),
+        notes=notes,
+        used_remote_code=used_remote_code,
+    )
+
+
+def _output_module(module: nn.Module) -> nn.Module | None:
+    """The output projection, by the contract that every transformers model keeps."""
+    getter = getattr(module, "get_output_embeddings", None)
+    try:
+        found = getter() if getter else None
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _map_layers(walk: Walk) -> tuple[Layer, ...]:
+    head = _output_module(walk.module)
+    found: list[tuple[tuple[int, int, int], Layer]] = []
+    anchors: dict[str, int] = {}
+    for order, (_, child) in enumerate(walk.module.named_modules()):
+        kind = linears.kind_of(child)
+        if kind is None:
+            continue
+        names = walk.names[id(child)]
+        place = place_of(walk, names[0])
+        roles, is_cross = ((Role.LM_HEAD,), False) if child is head else _roles_of(place)
+        split = _split(walk, child, kind=kind, roles=roles, is_cross=is_cross, place=place)
+        for position, layer in enumerate(split):
+            anchor = anchors.setdefault(layer.block or layer.matrix, order)
+            rank = position if layer.role is Role.OTHER else list(Role).index(layer.role)
+            found.append(((anchor, _part(layer), rank), layer))
+        _count_layer(walk, child, kind, names[0])
+    return tuple(layer for _, layer in sorted(found, key=lambda entry: entry[0]))
+
+
+def _roles_of(place: Place | None) -> tuple[tuple[Role, ...], bool]:
+    if place is None:
+        return (Role.OTHER,), False
+    if place.inner in place.stack.cross_projections:
+        return place.stack.cross_projections[place.inner], True
+    return place.stack.projections.get(place.inner, (Role.OTHER,)), False
+
+
+def _part(layer: Layer) -> int:
+    """The order of a block's parts: self attention, cross attention, FFN, the rest."""
+    if layer.role in ATTENTION_ROLES:
+        return 1 if layer.is_cross_attention else 0
+    return 2 if layer.role in FFN_ROLES else 3
+
+
+def _split(
+    walk: Walk,
+    child: nn.Module,
+    *,
+    kind: str,
+    roles: tuple[Role, ...],
+    is_cross: bool,
+    place: Place | None,
+) -> list[Layer]:
+    """One layer for each role that the matrix holds."""
+    num_out, num_in = linears.shape_OI(child, kind)
+    names = walk.names[id(child)]
+    matrix = names[0]
+    rows = split_rows(
+        roles, num_out, walk.config, interleaves=bool(walk.family and walk.family.interleaves_heads)
+    )
+    if sum(part.total for part in rows) != num_out:
+        raise InputError(
+            f"its {num_out} rows do not split into {', '.join(roles)}",
+            where=matrix,
+            next_step="check heads and head size in config.json",
+        )
+    weight = getattr(child, linears.LINEARS[kind].weight)
+    tied_to = walk.owners.get(id(weight))
+    return [
+        Layer(
+            name=matrix if len(roles) == 1 else f"{matrix}[{role.value.split('_')[-1]}]",
+            role=role,
+            in_features=num_in,
+            out_features=part.total,
+            has_bias=linears.has_bias(child, kind),
+            matrix=matrix,
+            rows=part,
+            stored_as=kind,
+            block=place.block if place else None,
+            is_cross_attention=is_cross,
+            tied_to=tied_to,
+            aliases=tuple(names[1:]),
+            calls=calls(walk, place) * len(names),
+        )
+        for role, part in zip(roles, rows, strict=True)
+    ]
+
+
+def _count_layer(walk: Walk, child: nn.Module, kind: str, name: str) -> None:
+    row = linears.LINEARS[kind]
+    for parameter in (getattr(child, row.weight), getattr(child, row.bias, None)):
+        if parameter is not None:
+            walk.owners.setdefault(id(parameter), name)
+
+
+def _map_embeddings(walk: Walk) -> tuple[Embedding, ...]:
+    getter = getattr(walk.module, "get_input_embeddings", None)
+    try:
+        token_table = getter() if getter else None
+    except NotImplementedError:
+        token_table = None
+    found: dict[int, Embedding] = {}
+    for _, child in walk.module.named_modules():
+        if not isinstance(child, nn.Embedding):
+            continue
+        names = walk.names[id(child)]
+        key = id(child.weight)
+        if key in found:  # a second module on the same table
+            first = found[key]
+            found[key] = _with_aliases(first, (*first.aliases, *names))
+            continue
+        walk.owners.setdefault(key, names[0])
+        relative = names[0].removeprefix(walk.prefix)
+        known = walk.family.embeddings.get(relative) if walk.family else None
+        default = EmbeddingKind.TOKEN if child is token_table else EmbeddingKind.OTHER
+        found[key] = Embedding(
+            name=names[0],
+            kind=known or default,
+            num_rows=child.num_embeddings,
+            num_columns=child.embedding_dim,
+            aliases=tuple(names[1:]),
+        )
+    return tuple(found.values())
+
+
+def _with_aliases(entry: Embedding, aliases: tuple[str, ...]) -> Embedding:
+    unique = tuple(sorted(set(aliases)))
+    return Embedding(
+        name=entry.name,
+        kind=entry.kind,
+        num_rows=entry.num_rows,
+        num_columns=entry.num_columns,
+        aliases=unique,
+    )
+
+
+def _map_norms(walk: Walk) -> tuple[Norm, ...]:
+    head = _output_module(walk.module)
+    head_name = walk.names[id(head)][0] if head is not None else None
+    found: list[Norm] = []
+    for _, child in walk.module.named_modules():
+        names = walk.names[id(child)]
+        is_norm = NORM_CLASS.search(type(child).__name__) and not list(child.children())
+        parameters = list(child.parameters(recurse=False))
+        if not is_norm or linears.kind_of(child) or not parameters:
+            continue
+        place = place_of(walk, names[0])
+        for parameter in parameters:
+            walk.owners.setdefault(id(parameter), names[0])
+        found.append(
+            Norm(
+                name=names[0],
+                kind=_norm_kind(walk, child),
+                features=parameters[0].numel(),
+                num_parameters=sum(parameter.numel() for parameter in parameters),
+                block=place.block if place else None,
+                feeds=readers(walk, names[0], place, head_name),
+                aliases=tuple(names[1:]),
+                calls=calls(walk, place) * len(names),
+            )
+        )
+    return tuple(found)
+
+
+def _norm_kind(walk: Walk, child: nn.Module) -> NormKind:
+    if walk.family:
+        return walk.family.norm_kind
+    return NormKind.RMS_NORM if "rms" in type(child).__name__.lower() else NormKind.LAYER_NORM
+
+
+def _map_blocks(walk: Walk, layers: tuple[Layer, ...]) -> tuple[Block, ...]:
+    if walk.family is None:
+        return ()
+    by_block: dict[str, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        if layer.block:
+            by_block[layer.block].append(layer)
+    blocks = []
+    for name, members in by_block.items():
+        place = place_of(walk, name)
+        assert place is not None
+        blocks.append(
+            describe_block(
+                walk.module.get_submodule(name),
+                name=name,
+                index=place.index,
+                calls=calls(walk, place),
+                stack=place.stack,
+                family=walk.family,
+                config=walk.config,
+                layers=members,
+            )
+        )
+    return tuple(blocks)
+
+
+def _is_known_other(walk: Walk, layer: Layer) -> bool:
+    assert walk.family is not None
+    return layer.name in walk.family.other or layer.name.removeprefix(walk.prefix) in walk.family.other
+
+
+def _find_unmapped(walk: Walk) -> tuple[UnmappedParameter, ...]:
+    return tuple(
+        UnmappedParameter(name=name, shape=tuple(parameter.shape))
+        for name, parameter in walk.module.named_parameters()
+        if id(parameter) not in walk.owners
+    )

@@ -1,0 +1,168 @@
+"""Reading what a safetensors checkpoint holds, from its headers alone, and refusing what is broken.
+
+A header names every tensor with its type, shape and place, so a checkpoint of any size is checked in
+milliseconds and nothing is executed. Pickle files can run code when opened; they are refused.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quantkit.errors import InputError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# Buffers that older versions of transformers saved and no version needs.
+SPARE_BUFFERS = re.compile(r"(attn\.(masked_)?bias|attention\.(masked_)?bias|inv_freq|position_ids)$")
+CONVERSION = (
+    "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('FOLDER')"
+    ".save_pretrained('NEW_FOLDER', safe_serialization=True)\" in an environment that you trust the file in"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint: where it lies and what it is."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's safetensors checkpoint; empty when the folder holds no weights."""
+    if (folder / INDEX_NAME).exists():
+        return _read_indexed(folder)
+    files = (
+        [folder / SINGLE_NAME] if (folder / SINGLE_NAME).exists() else sorted(folder.glob("*.safetensors"))
+    )
+    if not files:
+        _refuse_pickle(folder)
+        return {}
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors.update(_read_file(file))
+    return tensors
+
+
+def _refuse_pickle(folder: Path) -> None:
+    pickles = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in PICKLE_SUFFIXES and "training_args" not in path.name
+    )
+    if pickles:
+        raise InputError(
+            f"the weights are pickle files ({', '.join(pickles[:3])}), which can run code when opened",
+            where=str(folder),
+            allowed="safetensors checkpoints",
+            next_step=f"convert it once: {CONVERSION}",
+        )
+
+
+def _read_file(file: Path) -> dict[str, StoredTensor]:
+    """The header of one file; safetensors itself checks offsets, types and the file's length."""
+    try:
+        with safe_open(file, framework="numpy") as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+            return {
+                name: StoredTensor(
+                    name=name, file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                )
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"not a complete safetensors file ({error})",
+            where=str(file),
+            next_step="copy or download the file again; compare its size and hash with the source's",
+        ) from error
+
+
+def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / INDEX_NAME
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        entries = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"not a safetensors index ({type(error).__name__}: {error})",
+            where=str(index),
+            allowed='JSON with an object "weight_map" of tensor name to file name',
+            next_step="copy or download the index again",
+        ) from error
+    outside = sorted(
+        {file for file in entries.values() if Path(file).name != file or file in ("", ".", "..")}
+    )
+    if outside:
+        raise InputError(
+            f"the index points outside of its folder ({', '.join(outside[:3])})",
+            where=str(index),
+            allowed="plain file names",
+            next_step="do not use this checkpoint unless you know where it comes from",
+        )
+    missing_files = sorted({file for file in entries.values() if not (folder / file).exists()})
+    if missing_files:
+        raise InputError(
+            f"{len(missing_files)} shards are missing ({', '.join(missing_files[:3])})",
+            where=str(index),
+            next_step="copy or download the missing files into the folder",
+        )
+    stored = {file: _read_file(folder / file) for file in sorted(set(entries.values()))}
+    lost = sorted(name for name, file in entries.items() if name not in stored[file])
+    if lost:
+        raise InputError(
+            f"{len(lost)} tensors are not in the shard that the index names ({', '.join(lost[:3])})",
+            where=str(index),
+            next_step="index and shards belong to different checkpoints; copy or download both again",
+        )
+    return {name: stored[file][name] for name, file in entries.items()}
+
+
+def compare(
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], *, prefix: str, where: str
+) -> list[str]:
+    """Hold a checkpoint's headers against the module's tensors.
+
+    Wrong shapes raise; missing and unused tensors come back as notes. A base model's checkpoint may lack
+    the prefix that a model with a head puts before its names, or have it where the module does not.
+    """
+    if not stored:
+        return []
+    matched: dict[str, StoredTensor] = {}
+    for name in expected:
+        found = stored.get(name) or stored.get(name.removeprefix(prefix)) or stored.get(prefix + name)
+        if found:
+            matched[name] = found
+    wrong = [
+        f"{name} is {list(found.shape)} and not {list(expected[name].shape)}"
+        for name, found in matched.items()
+        if found.shape != tuple(expected[name].shape)
+    ]
+    if wrong or not matched:
+        what = f"{len(wrong)} tensors have another shape than the config says: {'; '.join(wrong[:3])}"
+        raise InputError(
+            what if wrong else "no tensor of the checkpoint belongs to this architecture",
+            where=where,
+            next_step="config.json and weights belong to different models; copy or download both again",
+        )
+    present = {id(expected[name]) for name in matched}
+    missing = [name for name, tensor in expected.items() if id(tensor) not in present]
+    used = {found.name for found in matched.values()}
+    extra = [name for name in stored if name not in used and not SPARE_BUFFERS.search(name)]
+    notes = []
+    if missing:
+        notes.append(f"{len(missing)} tensors are missing from the checkpoint: {', '.join(missing[:3])}")
+    if extra:
+        notes.append(f"{len(extra)} tensors of the checkpoint are not used: {', '.join(extra[:3])}")
+    return notes
