@@ -29,6 +29,7 @@ FUSE_ATTENTION = "fuse scores, softmax and V: no L x T matrix in memory"
 ADVICE = {
     "query norm": "fuse with attention",
     "key norm": "fuse with attention",
+    "head scale": "fold into the norm before it",
     "position bias": FUSE_ATTENTION,
     "attention softcap": FUSE_ATTENTION,
     "add": "fuse with the norm beside it",

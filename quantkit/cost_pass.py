@@ -282,6 +282,9 @@ def _head_rows(at: Place, layers: Sequence[Layer], norms: Sequence[Norm]) -> lis
     rows = [norm_row(at, norm, name) for norm in first]
     rows += [matmul(at, "other", last_name(layer.name), [layer]) for layer in others]
     rows += [norm_row(at, norm, name and "head norm") for norm in norms if norm not in first]
+    if model.head_scale and heads:
+        shape = (at.run.batch, at.tokens, heads[0].in_features)
+        rows.append(make_row(at, "head", "head scale", "scale", shape))
     rows += [matmul(at, "head", "lm_head", [layer], "B*L*d*V") for layer in heads]
     if model.final_softcap and heads:
         rows.append(make_row(at, "head", "logit softcap", "softcap", rows[-1].output_shape))

@@ -1,0 +1,128 @@
+"""The command line: one verb a stage, no logic. Heavy imports happen inside the verb that needs them.
+
+Exit codes: 0 done, 1 a bar was missed or a check found a problem, 2 the input was wrong (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import quantkit
+from quantkit.errors import InputError
+
+WRONG_INPUT = 2
+FOUND_PROBLEM = 1
+
+app = typer.Typer(
+    name="quantkit",
+    help="Post-training quantization and verified ONNX export for Hugging Face transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str, typer.Argument(help="a local folder, 'demo', a well-known name, or a Hub name")]
+MinDim = Annotated[str | None, typer.Option(help="quantize where max(in, out) reaches this  [default: 256]")]
+Include = Annotated[list[str] | None, typer.Option(help="only these roles or name globs (repeatable)")]
+Exclude = Annotated[list[str] | None, typer.Option(help="all but these roles or name globs (repeatable)")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    """Post-training quantization and verified ONNX export for Hugging Face transformers."""
+    if version:
+        typer.echo(f"quantkit {quantkit.__version__}")
+
+
+@app.command()
+def inspect(
+    model: Model,
+    min_dim: MinDim = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    recipe: Annotated[Path | None, typer.Option(help="a recipe file; flags override it")] = None,
+    spec: Annotated[bool, typer.Option("--spec", help="the layer-by-layer specification with costs")] = False,
+    device: Annotated[
+        list[str] | None, typer.Option(help="a machine of the table, or 'this' to measure (repeatable)")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="sequences at once  [default: 1]")] = None,
+    seq: Annotated[str | None, typer.Option(help="tokens of each  [default: up to 1024]")] = None,
+    past: Annotated[str | None, typer.Option(help="tokens that are cached already  [default: 0]")] = None,
+    output_format: Annotated[
+        str, typer.Option("--format", help="table, markdown, json or csv (csv with --spec)")
+    ] = "table",
+    lists_all: Annotated[bool, typer.Option("--all", help="every block, also those alike")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run code that ships with the checkpoint")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Walk a model: roles, FFN kinds, norms, ties, what the rule picks and why; no weights are read."""
+    from quantkit import requests  # noqa: PLC0415
+
+    text = requests.inspect(
+        model=model,
+        min_dim=min_dim,
+        include=include,
+        exclude=exclude,
+        recipe_path=recipe,
+        wants_spec=spec,
+        devices=device or [],
+        numbers={"--batch": batch, "--seq": seq, "--past": past},
+        output_format="json" if as_json else output_format,
+        lists_all=lists_all,
+        trust_remote_code=trust_remote_code,
+    )
+    if text:
+        typer.echo(text, nl=not text.endswith("\n"))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Runtimes, providers and devices of this machine; clashes are named with their cure."""
+    from quantkit.records import to_json  # noqa: PLC0415
+    from quantkit.report.health import health_page  # noqa: PLC0415
+    from quantkit.report.tables import print_page  # noqa: PLC0415
+    from quantkit.runtime.doctor import diagnose  # noqa: PLC0415
+
+    diagnosis = diagnose()
+    document: dict[str, Any] = to_json(diagnosis)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        print_page(health_page(document))
+    if diagnosis.has_problem:
+        raise typer.Exit(FOUND_PROBLEM)
+
+
+def main() -> None:
+    """Run, and turn every wrong input into one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except InputError as error:
+        _refuse(str(error))
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a mistake of our own keeps its traceback
+            raise
+        message = " ".join(error.format_message().split())
+        _refuse(f"{message}; next: 'quantkit --help' or 'quantkit VERB --help' lists what is allowed")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(line: str) -> None:
+    print(f"quantkit: {line}", file=sys.stderr)
+    sys.exit(WRONG_INPUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Showing results: tables for the terminal, Markdown, CSV and JSON."""
