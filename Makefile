@@ -1,20 +1,33 @@
-PYTHON := .venv/bin/python
+# Short names for what contributors run; `make check` is also the pre-commit hook.
+python := .venv/bin/python
+benches := $(wildcard scripts/bench_*.py)
 
-.PHONY: check test bench demo
+.PHONY: check style test bench demo
 
-# Everything a commit must pass, in about a minute.
-check:
-	$(PYTHON) -m ruff format --check quantkit tests scripts/*.py
-	$(PYTHON) -m ruff check quantkit tests scripts/*.py
-	$(PYTHON) -m mypy
-	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -x -n 2 --dist loadscope -m "not slow"
+check: .venv/bin/ruff
+	$(python) -m ruff format --check
+	$(python) -m ruff check
+	$(python) -m mypy
+	HF_HUB_OFFLINE=1 $(python) -m pytest -q -x -n 2 --dist loadfile -m "not slow and not network"
+
+style: .venv/bin/ruff
+	$(python) -m ruff format
+	$(python) -m ruff check --fix
 
 test:
 	scripts/test
 
 bench:
-	@found=0; for script in scripts/bench_*.py; do [ -e "$$script" ] && found=1 && $(PYTHON) "$$script"; done; \
-	[ $$found = 1 ] || echo "no benchmark yet: they arrive with the exporter"
+ifeq ($(benches),)
+	@echo "no benchmark yet: a file scripts/bench_NAME.py becomes one"
+else
+	scripts/setup
+	set -e; for bench in $(benches); do echo "== $$bench"; $(python) $$bench; done
+endif
 
 demo:
 	scripts/demo
+
+.venv/bin/ruff:
+	scripts/setup
+	$(python) -m pip install --quiet --disable-pip-version-check -e '.[trace,dev]'

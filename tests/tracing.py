@@ -9,6 +9,7 @@ softmax is given. Nothing here looks at the families table.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 
 import torch
@@ -135,8 +136,6 @@ def run(model: nn.Module, inputs: dict, poison: tuple[str, list[int]] | None = N
 
 
 def _takes_cache(model: nn.Module) -> bool:
-    import inspect
-
     return "use_cache" in inspect.signature(model.forward).parameters
 
 

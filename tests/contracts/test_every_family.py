@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from tracing import Event, Trace, build_tiny, linears_of, roles_by_flow, run
+
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.records import ATTENTION_ROLES, ModelMap, Norm, PositionKind, Role
-from torch import nn
-from tracing import Event, Trace, build_tiny, linears_of, roles_by_flow, run
 
 LENGTH, ENCODER_LENGTH = 13, 17
 CASES = [
@@ -90,7 +91,7 @@ class TestEveryFamily:
 
     def test_every_linear_is_mapped_once(self, family, variant):
         subject = make_subject(family, variant)
-        expected = {name for name in linears_of(subject.model)}
+        expected = set(linears_of(subject.model))
         assert {subject.live.get(name, name) for name in subject.map.matrices} == expected
         assert subject.map.unmapped == ()
         assert not [note for note in subject.map.notes if "no role" in note]

@@ -1,0 +1,124 @@
+"""The command as a user runs it, in a process of its own: output, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def quantkit(*arguments: str, cwd=None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quantkit.cli", *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "110"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, cwd=cwd, check=False
+    )
+
+
+def refused(*arguments: str) -> str:
+    result = quantkit(*arguments)
+    assert result.returncode == 2, result
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("quantkit: ")
+    return lines[0]
+
+
+def test_inspect_json_holds_the_contract():
+    result = quantkit("inspect", "gpt2", "--min-dim", "768", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["num_parameters"] == 124_439_808
+    assert document["min_dim"] == 768
+    assert document["projections"] == {"total": 73, "quantized": 73}
+    assert document["matrices"] == {"total": 49, "quantized": 49}
+    first = document["layers"][0]
+    assert first["name"] == "transformer.h.0.attn.c_attn[query]"
+    assert (first["role"], first["in_features"], first["out_features"]) == ("attention_query", 768, 768)
+    assert first["quantized"] is True
+    assert first["reason"] == "max(768, 768) = 768 >= 768"
+    assert len(document["layers"]) == 73
+
+
+def test_inspect_for_a_person():
+    result = quantkit("inspect", "demo", "--min-dim", "512")
+    assert result.returncode == 0, result.stderr
+    for words in ("5,918,720 parameters", "13 of 37 projections (13 of 25 matrices)", "agrees with the walk"):
+        assert words in result.stdout
+    assert result.stderr == ""
+
+
+def test_nothing_chosen_is_a_clear_warning_and_no_failure():
+    result = quantkit("inspect", "gpt2", "--min-dim", "50258")
+    assert result.returncode == 0
+    assert "warning: nothing is quantized" in result.stdout
+
+
+def test_the_specification_in_every_form():
+    document = json.loads(quantkit("inspect", "gpt2", "--spec", "--seq", "1024", "--json").stdout)
+    assert document["totals"]["parameters"] == 124_439_808
+    assert document["totals"]["matrix_macs"] == 145_824_153_600
+    assert document["kv_cache_bytes"]["fp32"] == 75_497_472
+    sheet = list(csv.DictReader(io.StringIO(quantkit("inspect", "gpt2", "--spec", "--format", "csv").stdout)))
+    assert sum(int(row["parameters"]) for row in sheet) == 124_439_808
+    assert len(sheet) == len(document["rows"])
+    markdown = quantkit("inspect", "gpt2", "--spec", "--format", "markdown").stdout
+    assert "| token embedding |" in markdown
+    assert "[1, 1024, 768]" in markdown
+
+
+def test_a_recipe_and_flags_that_override_it(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("select: {min_dim: 1024, include: [ffn]}\n")
+    counts = []
+    for extra in ([], ["--min-dim", "1"], ["--include", "lm_head"]):
+        result = quantkit("inspect", "gpt2", "--recipe", str(recipe), *extra, "--json")
+        counts.append(json.loads(result.stdout)["projections"]["quantized"])
+    assert counts == [24, 24, 1]
+    recipe.write_text("select: {min_dims: 1024}\n")
+    assert "did you mean 'min_dim'?" in refused("inspect", "gpt2", "--recipe", str(recipe))
+
+
+def test_doctor_for_a_program():
+    result = quantkit("doctor", "--json")
+    assert result.returncode in (0, 1)
+    document = json.loads(result.stdout)
+    assert {provider["name"] for provider in document["providers"]} >= {"cpu", "cuda", "qnn", "openvino"}
+    assert next(p for p in document["providers"] if p["name"] == "cpu")["usable"]
+    assert document["cpu"]["features"]
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "big", "1.5"])
+def test_wrong_min_dim(value):
+    assert "whole number from 1 up" in refused("inspect", "gpt2", f"--min-dim={value}")
+
+
+def test_wrong_words(tmp_path):
+    assert "No such command" in refused("inspekt", "gpt2")
+    assert "Missing argument" in refused("inspect")
+    assert "No such option" in refused("inspect", "gpt2", "--minimum", "4")
+    assert "allowed: table, markdown, json" in refused("inspect", "gpt2", "--format", "xml")
+    assert "add --spec" in refused("inspect", "gpt2", "--seq", "12")
+    assert "no config.json" in refused("inspect", str(tmp_path))
+    assert "server-2core-vnni" in refused("inspect", "demo", "--spec", "--device", "abacus")
+    assert "(1) give a local folder" in refused("inspect", "no-such-model-anywhere")
+
+
+def test_this_machine_is_measured_and_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    result = quantkit("inspect", "demo", "--spec", "--device", "this", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["devices"] == ["this"]
+    assert all(each["time_ms"] > 0 for each in document["estimates"])
+
+
+def test_version_and_help():
+    assert quantkit("--version").stdout.startswith("quantkit 0.")
+    assert "inspect" in quantkit("--help").stdout
