@@ -8,7 +8,7 @@ check: .venv/bin/ruff
 	$(python) -m ruff format --check
 	$(python) -m ruff check
 	$(python) -m mypy
-	HF_HUB_OFFLINE=1 $(python) -m pytest -q -x -n 2 --dist loadfile -m "not slow and not network"
+	scripts/test --fast -x
 
 style: .venv/bin/ruff
 	$(python) -m ruff format

@@ -272,7 +272,7 @@ def main() -> None:
         "held_out_tokens": len(held_out),
         "held_out_loss": curve[-1]["held_out_loss"],
         "held_out_perplexity": round(math.exp(curve[-1]["held_out_loss"]), 2),
-        "protocol": f"windows of {CONTEXT_LENGTH} tokens, stride {CONTEXT_LENGTH - 1}, each token counted once",
+        "protocol": f"windows of {CONTEXT_LENGTH} tokens, stride {CONTEXT_LENGTH - 1}, counted once each",
         "device": options.device,
         "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__,
