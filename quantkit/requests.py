@@ -65,7 +65,7 @@ def inspect(
         return json.dumps(specification_json(spec), indent=2)
     if output_format == "csv":
         return specification_csv(spec)
-    return _show(specification_page(spec, is_wide=output_format == "markdown"), output_format)
+    return _show(specification_page(spec), output_format)
 
 
 def _whole(flag: str, text: str) -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 import transformers
@@ -127,11 +130,13 @@ def _replace(source: Source, *, uses_remote_code: bool = False, notes: tuple[str
 
 def _fetch_config(name: str) -> Path:
     """The config alone, from the Hub or its local cache."""
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - a second of import that few runs need
+    from huggingface_hub import constants, hf_hub_download  # noqa: PLC0415 - a second that few runs need
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     try:
-        return Path(hf_hub_download(name, "config.json")).parent
+        # Without a network the library would retry aloud for half a minute; the cache answers at once.
+        offline = not _is_reachable(constants.ENDPOINT)
+        return Path(hf_hub_download(name, "config.json", local_files_only=offline)).parent
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise InputError(
             f"no folder, no built-in model, and the Hub gave nothing ({type(error).__name__})",
@@ -142,6 +147,19 @@ def _fetch_config(name: str) -> Path:
                 f"the network and check the name ('hf download {name}' elsewhere makes a folder to copy)"
             ),
         ) from error
+
+
+def _is_reachable(endpoint: str) -> bool:
+    """Whether a connection can be tried at all; behind a proxy only the request itself can tell."""
+    address = urlsplit(endpoint)
+    if getproxies().get(address.scheme):
+        return True
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        with socket.create_connection((address.hostname or "", port), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def build_on_meta(source: Source) -> nn.Module:

@@ -51,13 +51,13 @@ def _plain(value: object) -> object:
     )
 
 
-def specification_page(specification: Specification, *, is_wide: bool = False) -> Page:
-    """For a person: identical blocks once, then totals; `is_wide` adds shapes and formulas (Markdown)."""
+def specification_page(specification: Specification) -> Page:
+    """For a person: identical blocks once, then totals."""
     spec = specification
     past = f", after {spec.past} cached tokens" if spec.past else ""
     return Page(
         head=(f"{spec.model}: batch {spec.batch}, length {spec.length}{past}", *_device_lines(spec)),
-        tables=(_steps(spec, is_wide), _fits(spec), _totals(spec), _memory(spec), _estimates(spec)),
+        tables=(_shapes(spec), _steps(spec), _fits(spec), _totals(spec), _memory(spec), _estimates(spec)),
         foot=tuple(f"note: {note}" for note in spec.notes),
     )
 
@@ -66,13 +66,26 @@ def _device_lines(spec: Specification) -> Iterable[str]:
     yield f"time and fit on: {', '.join(spec.devices)} (good within 2x of the fastest, fair within 10x)"
 
 
-def _steps(spec: Specification, is_wide: bool) -> Table:
-    wide = ("type", "input", "output", "formula") if is_wide else ()
+def _shapes(spec: Specification) -> Table:
+    return Table(
+        title="Steps of one forward pass: what goes in and out, and the formula of its work",
+        columns=("#", "step", "type", "input", "output", "formula"),
+        rows=tuple(_rows(spec, _shape_cells, num_cells=4)),
+        numeric=("#",),
+        whole=("step",),
+    )
+
+
+def _shape_cells(row: Row) -> tuple[str, ...]:
+    return row.processing, _shape(row.input_shape), _shape(row.output_shape), row.formula
+
+
+def _steps(spec: Specification) -> Table:
     numeric = ("#", "params", "MACs", "FLOPs", "in", "weights", "out", "FLOP/B")
     return Table(
-        title="Steps of one forward pass: parameters, operations, bytes",
-        columns=("#", "step", *wide, *numeric[1:]),
-        rows=tuple(_rows(spec, lambda row: _step(row, is_wide), num_cells=len(wide) + 7)),
+        title="Parameters, operations, and bytes in, of weights and out",
+        columns=("#", "step", *numeric[1:]),
+        rows=tuple(_rows(spec, _step, num_cells=7)),
         numeric=numeric,
         whole=("step",),
     )
@@ -100,10 +113,9 @@ def _rows(
             yield (str(row.index), ("  " if is_block else "") + row.name, *cells(row))
 
 
-def _step(row: Row, is_wide: bool) -> tuple[str, ...]:
-    wide = (row.processing, _shape(row.input_shape), _shape(row.output_shape), row.formula) if is_wide else ()
+def _step(row: Row) -> tuple[str, ...]:
     counts = (row.parameters, row.macs, row.flops, row.input_bytes, row.weight_bytes, row.output_bytes)
-    return (*wide, *(short(count) for count in counts), f"{row.arithmetic_intensity:.3g}")
+    return (*(short(count) for count in counts), f"{row.arithmetic_intensity:.3g}")
 
 
 def _fit(row: Row) -> tuple[str, ...]:

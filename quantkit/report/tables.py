@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+ROOMY_WIDTH = 100  # below this, long names fold rather than push other columns off the screen
 PIPED_WIDTH = 110  # a pipe has no width of its own; the widest table fits in this
 
 
@@ -47,7 +48,7 @@ def print_page(page: Page) -> None:
         console.print(Text(line))
     for table in page.tables:
         console.print()
-        console.print(_rich(table))
+        console.print(_rich(table, console.width))
     if page.foot:
         console.print()
     for line in page.foot:
@@ -56,7 +57,7 @@ def print_page(page: Page) -> None:
         console.print(Text(f"warning: {line}", style="bold yellow"))
 
 
-def _rich(table: Table) -> RichTable:
+def _rich(table: Table, width: int) -> RichTable:
     rich = RichTable(
         title=table.title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1)
     )
@@ -65,7 +66,7 @@ def _rich(table: Table) -> RichTable:
         rich.add_column(
             column,
             justify="right" if is_numeric else "left",
-            no_wrap=is_numeric or column in table.whole,
+            no_wrap=is_numeric or (column in table.whole and width >= ROOMY_WIDTH),
             overflow="fold",
         )
     for row in table.rows:

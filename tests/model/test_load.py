@@ -205,11 +205,13 @@ def test_trusted_remote_code_runs_and_is_recorded(folder):
     assert len(model.layers) == 9  # 4 matrices a block and the head: no row, so fused ones stay whole
 
 
-def test_an_unknown_hub_name_names_three_ways_forward(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_an_unknown_hub_name_names_three_ways_forward(monkeypatch, capfd):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://localhost:9")
     message = refused("nobody/no-such-model-at-all")
     for way in ("(1) give a local folder", "(2) use a built-in name", "(3) connect"):
         assert way in message
+    assert capfd.readouterr().err == ""  # one line for the user, and no retries told aloud
 
 
 def test_a_folder_goes_before_a_known_name(folder, monkeypatch, tmp_path):
