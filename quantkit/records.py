@@ -63,6 +63,20 @@ class NormPlacement(StrEnum):
     SANDWICH = "sandwich"
 
 
+class NormPlace(StrEnum):
+    """Where a norm stands in the flow, which a fused graph must know."""
+
+    BEFORE_ATTENTION = "before_attention"
+    AFTER_ATTENTION = "after_attention"
+    BEFORE_FFN = "before_ffn"
+    AFTER_FFN = "after_ffn"
+    QUERY = "query"
+    KEY = "key"
+    EMBEDDING = "embedding"
+    FINAL = "final"
+    OTHER = "other"
+
+
 class Residual(StrEnum):
     """Sequential: x + attention, then + FFN. Parallel: both read x, and both are added at once."""
 
@@ -169,6 +183,8 @@ class Norm:
     num_parameters: int
     block: str | None = None
     feeds: tuple[str, ...] = ()
+    place: NormPlace = NormPlace.OTHER
+    epsilon: float = 1e-5
     aliases: tuple[str, ...] = ()
     calls: int = 1
 
@@ -186,8 +202,10 @@ class Attention:
     window: int | None = None  # sliding window in tokens
     softcap: float | None = None
     has_query_key_norm: bool = False
+    scale: float | None = None  # of query times key; None: 1 / sqrt(head_dim)
     rope_theta: float | None = None
     rotary_dim: int | None = None
+    rope_scaling: tuple[tuple[str, Any], ...] = ()  # sorted pairs; empty for plain RoPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +281,8 @@ class ModelMap:
     unmapped: tuple[UnmappedParameter, ...]
     notes: tuple[str, ...]
     used_remote_code: bool = False
+    norm_gain_offset: float = 0.0  # a gain is this plus the stored weight
+    position_offset: int = 0  # rows of a position table before the first position
 
     @property
     def matrices(self) -> tuple[str, ...]:

@@ -116,9 +116,22 @@ def _describe_attention(
         window=None if is_cross else window,
         softcap=config.attention_softcap,
         has_query_key_norm=bool(stack.query_key_norms),
+        scale=_scale(config, index),
         rope_theta=rope.theta if rope else None,
         rotary_dim=int(config.head_dim * rope.rotary_fraction) if rope else None,
+        rope_scaling=rope.scaling if rope else (),
     )
+
+
+def _scale(config: ModelConfig, index: int) -> float | None:
+    """What query times key is multiplied by, where it is not 1 / sqrt(head_dim)."""
+    assert config.head_dim
+    scale = config.query_scale
+    if config.raw.get("scale_attn_weights") is False:
+        scale = 1.0
+    if config.raw.get("scale_attn_by_inverse_layer_idx"):
+        scale = (config.head_dim**-0.5 if scale is None else scale) / (index + 1)
+    return scale
 
 
 def _describe_ffn(module: nn.Module, stack: Stack, layers: list[Layer]) -> FeedForward | None:

@@ -20,7 +20,16 @@ from quantkit.model.configs import normalise
 from quantkit.model.families import family_of
 from quantkit.model.family_records import read_fact
 from quantkit.model.load import build_on_meta, open_source
-from quantkit.model.places import Place, Walk, calls, checkpoint_name, find_prefix, place_of, readers
+from quantkit.model.places import (
+    Place,
+    Walk,
+    calls,
+    checkpoint_name,
+    find_prefix,
+    norm_place,
+    place_of,
+    readers,
+)
 from quantkit.model.weights import compare, read_headers
 from quantkit.records import (
     ATTENTION_ROLES,
@@ -103,6 +112,8 @@ def map_module(
         unmapped=_find_unmapped(walk),
         notes=notes,
         used_remote_code=used_remote_code,
+        norm_gain_offset=family.norm_gain_offset if family else 0.0,
+        position_offset=family.position_offset if family else 0,
     )
 
 
@@ -264,6 +275,8 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
                 num_parameters=sum(parameter.numel() for parameter in parameters),
                 block=place.block if place else None,
                 feeds=readers(walk, names[0], place, head_name),
+                place=norm_place(walk, names[0], place),
+                epsilon=float(getattr(child, "eps", getattr(child, "variance_epsilon", 1e-5))),
                 aliases=tuple(names[1:]),
                 calls=calls(walk, place) * len(names),
             )

@@ -14,7 +14,7 @@ from torch import nn
 
 from quantkit.model.configs import ModelConfig
 from quantkit.model.family_records import CROSS, HEAD, Family, Stack, read_fact
-from quantkit.records import Role
+from quantkit.records import FFN_ROLES, NormPlace, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +113,38 @@ def readers(walk: Walk, name: str, place: Place | None, head_name: str | None) -
         else:
             resolved.append(f"{place.block}.{reader}" if place else walk.prefix + reader)
     return tuple(reader for reader in resolved if reader in existing)
+
+
+def norm_place(walk: Walk, name: str, place: Place | None) -> NormPlace:
+    """Where a norm stands, from what the family says that it feeds."""
+    if walk.family is None:
+        return NormPlace.OTHER
+    if place is None:
+        outer = walk.family.outer_norms
+        fed = outer.get(name.removeprefix(walk.prefix), outer.get(name, ()))
+        return NormPlace.FINAL if HEAD in fed else NormPlace.EMBEDDING
+    if place.inner in place.stack.query_key_norms:
+        return (NormPlace.QUERY, NormPlace.KEY)[place.stack.query_key_norms.index(place.inner)]
+    norms = read_fact(place.stack.norms, walk.config.raw)
+    names = list(norms)
+    if place.inner not in norms:
+        return NormPlace.OTHER
+    if not norms[place.inner]:  # a norm on a sublayer's output: it follows that sublayer's own
+        before = _fed_part(place.stack, norms[names[names.index(place.inner) - 1]])
+        return NormPlace.AFTER_ATTENTION if before is NormPlace.BEFORE_ATTENTION else NormPlace.AFTER_FFN
+    part = _fed_part(place.stack, norms[place.inner])
+    if part is NormPlace.BEFORE_FFN and read_fact(walk.family.placement, walk.config.raw) == "post":
+        return NormPlace.AFTER_ATTENTION
+    return part
+
+
+def _fed_part(stack: Stack, fed: tuple[str, ...]) -> NormPlace:
+    if any(reader.startswith(">") for reader in fed):
+        return NormPlace.AFTER_FFN
+    roles = {role for reader in fed for role in stack.projections.get(reader, ())}
+    if Role.ATTENTION_QUERY in roles:
+        return NormPlace.BEFORE_ATTENTION
+    return NormPlace.BEFORE_FFN if roles & set(FFN_ROLES) else NormPlace.OTHER
 
 
 def _cross_readers(walk: Walk) -> list[str]:

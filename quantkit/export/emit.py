@@ -1,0 +1,347 @@
+"""Decoders written straight from a family's facts as fused graphs, without tracing any code.
+
+A traced graph spells a transformer in hundreds of small operators that a runtime must put together again,
+and copies the key-value cache at each step. Here every block is what the runtime is fast at: add-and-norm
+in one node, one product for query, key and value, one attention operator that rotates, caches and attends.
+Which norms stand where, which heads are shared and what is scaled all come from the model map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from quantkit.errors import InputError
+from quantkit.export import operators
+from quantkit.export.graph import CONTRIB, Graph
+from quantkit.export.rotary import rotation_of
+from quantkit.export.targets import Target
+from quantkit.records import (
+    Attention,
+    Block,
+    EmbeddingKind,
+    ModelMap,
+    Norm,
+    NormPlace,
+    NormPlacement,
+    PositionKind,
+    Residual,
+    Role,
+)
+from quantkit.schemes import Scheme
+from quantkit.tensor_records import Checkpoint, Contents, Pack
+
+MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type
+OPT_PROJECTIONS = ("project_in", "project_out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Values that every block reads."""
+
+    lengths: str  # [batch], int32: index of the last token that each row has cached
+    total: str  # scalar, int32
+    bias: str  # [batch, 1, sequence, total]
+    positions: str  # [batch, sequence], int64: how many tokens of its row stand before each token
+
+
+def rotates_inside(facts: Attention) -> bool:
+    """Whether the attention operator can rotate queries and keys itself: it wants whole vector registers."""
+    return bool(facts.rotary_dim) and facts.head_dim % 16 == 0 and facts.rotary_dim % 16 == 0
+
+
+def why_not(model_map: ModelMap) -> str | None:
+    """Why this model cannot be emitted directly, or None when it can."""
+    if model_map.family is None:
+        return "its family has no row in the table"
+    if model_map.is_encoder_decoder or any(block.stack != "decoder" for block in model_map.blocks):
+        return "it has an encoder"
+    if not any(layer.role is Role.LM_HEAD for layer in model_map.layers):
+        return "it has no language-model head"
+    if model_map.unmapped:
+        return f"'{model_map.unmapped[0].name}' is a parameter of no known kind"
+    for block in model_map.blocks:
+        attention = block.attentions[0]
+        if attention.position not in (PositionKind.LEARNED, PositionKind.ROPE):
+            return f"its positions are of kind {attention.position}"
+        if block.calls > 1:
+            return "its blocks are shared"
+        if block.ffn is None or block.ffn.activation not in operators.ACTIVATION_OPS:
+            return "its FFN has an activation without a fused operator"
+    strays = [
+        layer.name
+        for layer in model_map.layers
+        if layer.role is Role.OTHER and not layer.name.endswith(OPT_PROJECTIONS)
+    ]
+    strays += [norm.name for norm in model_map.norms if norm.place in (NormPlace.EMBEDDING, NormPlace.OTHER)]
+    return f"'{strays[0]}' has no place in a fused graph" if strays else None
+
+
+def emit_decoder(
+    model_map: ModelMap,
+    contents: Contents,
+    checkpoint: Checkpoint,
+    *,
+    scheme: Scheme,
+    target: Target,
+    keeps_weights_outside: bool,
+    metadata: Mapping[str, Any],
+) -> onnx.ModelProto:
+    """The whole decoder with its cache, as one graph."""
+    reason = why_not(model_map)
+    if reason:
+        raise InputError(f"no fused graph for it: {reason}", where=model_map.name)
+    graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
+    emitter = _Decoder(
+        graph=graph,
+        model_map=model_map,
+        contents=contents,
+        scheme=scheme,
+        packs=contents.pack_of(),
+        norms={(norm.block, norm.place): norm for norm in model_map.norms},
+    )
+    emitter.build()
+    return graph.finish(name=model_map.name, target=target, metadata=metadata)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Decoder:
+    graph: Graph
+    model_map: ModelMap
+    contents: Contents
+    scheme: Scheme
+    packs: Mapping[str, Pack]
+    norms: Mapping[tuple[str | None, NormPlace], Norm]
+    rotations: dict[Any, int] = field(default_factory=dict)
+
+    def build(self) -> None:
+        graph = self.graph
+        ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
+        mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
+        shared = self.shared(ids, mask)
+        residual, pending = self.embed(ids, shared), ""
+        for index, block in enumerate(self.model_map.blocks):
+            residual, pending = self.block(index, block, residual, pending, shared)
+        self.head(residual, pending)
+
+    def shared(self, ids: str, mask: str) -> Shared:
+        """Lengths and the padding bias, from the mask alone."""
+        graph = self.graph
+        total = graph.op("Shape", mask, start=1, end=2)
+        total32 = graph.op("Cast", total, to=TensorProto.INT32)
+        last = graph.op("Sub", total32, graph.constant("one_i32", np.array([1], np.int32)))
+        lengths = graph.op("Expand", last, graph.op("Shape", mask, start=0, end=1))
+        scalar = graph.op("Squeeze", total32)
+        shown = graph.op("Cast", mask, to=TensorProto.FLOAT)
+        shown = graph.op("Sub", shown, graph.constant("one", np.array(1, np.float32)))
+        row = graph.op("Mul", shown, graph.constant("masked", np.array(MASKED, np.float32)))
+        row = graph.op("Unsqueeze", row, graph.integers(1, 2))
+        batch_1, length = graph.op("Shape", mask, start=0, end=1), graph.op("Shape", ids, start=1, end=2)
+        shape = graph.op("Concat", batch_1, graph.integers(1), length, total, axis=0)
+        return Shared(
+            lengths=lengths,
+            total=scalar,
+            bias=graph.op("Expand", row, shape),
+            positions=self.positions(ids, mask),
+        )
+
+    def embed(self, ids: str, shared: Shared) -> str:
+        graph, model_map = self.graph, self.model_map
+        tables = {entry.table.kind: entry for entry in self.contents.tables}
+        x = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids, self.contents)
+        if model_map.embedding_scale:
+            scale = graph.constant("embedding_scale", np.array(model_map.embedding_scale, np.float32))
+            x = graph.op("Mul", x, scale)
+        x = self.optional_projection("project_in", x)
+        if EmbeddingKind.POSITION in tables:
+            offset = graph.integers(model_map.position_offset)
+            positions = (
+                graph.op("Add", shared.positions, offset) if model_map.position_offset else shared.positions
+            )
+            learned = operators.lookup(graph, tables[EmbeddingKind.POSITION], positions, self.contents)
+            x = graph.op("Add", x, learned)
+        return x
+
+    def positions(self, ids: str, mask: str) -> str:
+        """How many tokens of its row stand before each token, whatever padding there is."""
+        graph = self.graph
+        counted = graph.op("CumSum", mask, graph.constant("axis_1", np.array(1, np.int64)))
+        length = graph.op("Shape", ids, start=1, end=2)
+        start = graph.op("Neg", length)
+        end = graph.integers(np.iinfo(np.int64).max)
+        current = graph.op("Slice", counted, start, end, graph.integers(1))
+        return graph.op("Max", graph.op("Sub", current, graph.integers(1)), graph.integers(0))
+
+    def optional_projection(self, name: str, x: str) -> str:
+        found = [pack for layer, pack in self.packs.items() if layer.endswith(name)]
+        return operators.matmul(self.graph, found[0], x, self.scheme) if found else x
+
+    def block(self, index: int, block: Block, residual: str, pending: str, shared: Shared) -> tuple[str, str]:
+        """(residual stream, output still to be added to it) after one block."""
+        if block.norm_placement is NormPlacement.POST:
+            attended = self.attention(index, block, residual, shared)
+            residual, _ = self.add_and_norm(block, NormPlace.AFTER_ATTENTION, residual, attended, keeps=False)
+            fed = self.ffn(block, residual)
+            return self.add_and_norm(block, NormPlace.AFTER_FFN, residual, fed, keeps=False)[0], ""
+        normed, residual = self.add_and_norm(block, NormPlace.BEFORE_ATTENTION, residual, pending)
+        attended = self.attention(index, block, normed, shared)
+        if block.residual is Residual.PARALLEL:
+            second = operators.norm(
+                self.graph, self.norm(block, NormPlace.BEFORE_FFN), self.contents, residual
+            )
+            return residual, self.graph.op("Add", attended, self.ffn(block, second))
+        attended = self.after(block, NormPlace.AFTER_ATTENTION, attended)
+        normed, residual = self.add_and_norm(block, NormPlace.BEFORE_FFN, residual, attended)
+        return residual, self.after(block, NormPlace.AFTER_FFN, self.ffn(block, normed))
+
+    def norm(self, block: Block | None, place: NormPlace) -> Norm:
+        return self.norms[(block.name if block else None, place)]
+
+    def after(self, block: Block, place: NormPlace, x: str) -> str:
+        """A norm on a sublayer's output, where the family has one."""
+        found = self.norms.get((block.name, place))
+        return operators.norm(self.graph, found, self.contents, x) if found else x
+
+    def add_and_norm(
+        self, block: Block | None, place: NormPlace, residual: str, pending: str, *, keeps: bool = True
+    ) -> tuple[str, str]:
+        entry = self.norm(block, place)
+        if not pending:
+            return operators.norm(self.graph, entry, self.contents, residual), residual
+        return operators.add_and_norm(self.graph, entry, self.contents, residual, pending, keeps_sum=keeps)
+
+    def layer_pack(self, block: Block, role: Role) -> Pack | None:
+        return next(
+            (
+                pack
+                for pack in self.contents.packs
+                if pack.layers[0].block == block.name and any(layer.role is role for layer in pack.layers)
+            ),
+            None,
+        )
+
+    def project(self, block: Block, role: Role, x: str) -> str:
+        pack = self.layer_pack(block, role)
+        assert pack is not None, (block.name, role)
+        return operators.matmul(self.graph, pack, x, self.scheme)
+
+    def attention(self, index: int, block: Block, x: str, shared: Shared) -> str:
+        graph, facts = self.graph, block.attentions[0]
+        query, key, value = self.query_key_value(block, x, shared)
+        cache = ["batch", facts.num_kv_heads, "past", facts.head_dim]
+        pasts = [
+            graph.input(f"past_key_values.{index}.{kind}", TensorProto.FLOAT, cache)
+            for kind in ("key", "value")
+        ]
+        cosine, sine = self.rotation(facts) if rotates_inside(facts) else ("", "")
+        attributes: dict[str, Any] = {"num_heads": facts.num_heads, "kv_num_heads": facts.num_kv_heads}
+        if facts.scale is not None:
+            attributes["scale"] = facts.scale
+        if facts.window is not None:
+            attributes["local_window_size"] = facts.window
+        if facts.softcap:
+            attributes["softcap"] = facts.softcap
+        if cosine:
+            attributes["do_rotary"] = 1
+        attended, present_key, present_value = graph.ops(
+            "GroupQueryAttention",
+            query, key, value, *pasts, shared.lengths, shared.total, cosine, sine, "", shared.bias,
+            name=f"{block.name}/attention", domain=CONTRIB, wanted=(True,) * 3, **attributes,
+        )  # fmt: skip
+        present = ["batch", facts.num_kv_heads, "total", facts.head_dim]
+        for kind, made in (("key", present_key), ("value", present_value)):
+            graph.output(made, f"present.{index}.{kind}", TensorProto.FLOAT, present)
+        return self.project(block, Role.ATTENTION_OUT, attended)
+
+    def query_key_value(self, block: Block, x: str, shared: Shared) -> tuple[str, str, str]:
+        """One packed value and two empty names, or three values where they are needed apart."""
+        graph, facts = self.graph, block.attentions[0]
+        pack = self.layer_pack(block, Role.ATTENTION_QUERY)
+        assert pack is not None
+        rotates_apart = facts.position is PositionKind.ROPE and not rotates_inside(facts)
+        query_width, kv_width = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+        if len(pack.layers) == 3:
+            packed = operators.matmul(graph, pack, x, self.scheme)
+            if not facts.has_query_key_norm and not rotates_apart:
+                return packed, "", ""
+            widths = graph.integers(query_width, kv_width, kv_width)
+            parts = graph.ops("Split", packed, widths, wanted=(True,) * 3, axis=-1)
+        else:
+            roles = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
+            parts = [self.project(block, role, x) for role in roles]
+        query, key, value = parts
+        if facts.has_query_key_norm:
+            query = self.head_norm(block, NormPlace.QUERY, query, query_width)
+            key = self.head_norm(block, NormPlace.KEY, key, kv_width)
+        if rotates_apart:
+            query = self.rotate(facts, query, facts.num_heads, shared)
+            key = self.rotate(facts, key, facts.num_kv_heads, shared)
+        return query, key, value
+
+    def rotate(self, facts: Attention, x: str, num_heads: int, shared: Shared) -> str:
+        """Rotation as a node of its own, for sizes that the attention operator does not take."""
+        cosine, sine = self.rotation(facts)
+        width = num_heads * facts.head_dim
+        x = self.graph.op(
+            "RotaryEmbedding", x, shared.positions, cosine, sine, domain=CONTRIB,
+            num_heads=num_heads, rotary_embedding_dim=facts.rotary_dim,
+        )  # fmt: skip
+        return self.graph.op("Reshape", x, self.graph.integers(0, 0, width))
+
+    def head_norm(self, block: Block, place: NormPlace, x: str, width: int) -> str:
+        """A norm of every head on its own."""
+        graph, head_dim = self.graph, block.attentions[0].head_dim
+        heads = graph.op("Reshape", x, graph.integers(0, 0, width // head_dim, head_dim))
+        normed = operators.norm(graph, self.norm(block, place), self.contents, heads)
+        return graph.op("Reshape", normed, graph.integers(0, 0, width))
+
+    def rotation(self, facts: Attention) -> tuple[str, str]:
+        """Names of the cosine and sine tables; the runtime computes them once, when it loads the file."""
+        graph = self.graph
+        limit = self.model_map.max_positions or 2048
+        turn = rotation_of(facts, max_positions=limit)
+        key = (facts.rope_theta, facts.rotary_dim, facts.rope_scaling)
+        label = f"rope_{self.rotations.setdefault(key, len(self.rotations))}"
+        if f"{label}/cos" not in graph.initializers:
+            positions = np.arange(turn.max_positions or limit, dtype=np.float32)
+            angles = positions[:, None] * turn.frequencies[None, :]
+            graph.constant(f"{label}/cos", (np.cos(angles) * turn.factor).astype(np.float32))
+            graph.constant(f"{label}/sin", (np.sin(angles) * turn.factor).astype(np.float32))
+        return f"{label}/cos", f"{label}/sin"
+
+    def ffn(self, block: Block, x: str) -> str:
+        assert block.ffn is not None
+        up = self.project(block, Role.FFN_UP, x)
+        if self.layer_pack(block, Role.FFN_GATE):
+            gate = self.project(block, Role.FFN_GATE, x)
+            gate = operators.activation(self.graph, block.ffn.activation, gate, name=block.name)
+            hidden = self.graph.op("Mul", gate, up)
+        else:
+            hidden = operators.activation(self.graph, block.ffn.activation, up, name=block.name)
+        return self.project(block, Role.FFN_DOWN, hidden)
+
+    def head(self, residual: str, pending: str) -> None:
+        """Logits of the last position; of as many as `num_logits` says, where a caller sets it."""
+        graph = self.graph
+        wanted = graph.constant("num_logits", np.array([1], np.int64))
+        start, end = graph.op("Neg", wanted), graph.integers(np.iinfo(np.int64).max)
+        residual = graph.op("Slice", residual, start, end, graph.integers(1))
+        if pending:
+            pending = graph.op("Slice", pending, start, end, graph.integers(1))
+        if (None, NormPlace.FINAL) in self.norms:
+            residual, _ = self.add_and_norm(None, NormPlace.FINAL, residual, pending, keeps=False)
+        elif pending:
+            residual = graph.op("Add", residual, pending)
+        residual = self.optional_projection("project_out", residual)
+        pack = next(pack for pack in self.contents.packs if pack.layers[0].role is Role.LM_HEAD)
+        logits = operators.matmul(graph, pack, residual, self.scheme)
+        if self.model_map.final_softcap:
+            cap = graph.constant("softcap", np.array(self.model_map.final_softcap, np.float32))
+            logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)
+        graph.output(logits, "logits", TensorProto.FLOAT, ["batch", "num_logits", pack.out_features])
+        graph.inputs.append(onnx.helper.make_tensor_value_info("num_logits", TensorProto.INT64, [1]))

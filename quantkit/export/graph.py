@@ -1,0 +1,145 @@
+"""Building an ONNX graph: nodes in order, initializers once, weights inside the file or beside it.
+
+The weights of a large model stay in the quantized checkpoint; the graph points to them by offset. Those of
+a small one are copied in, so that the model is a single file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from quantkit.export.targets import Target
+from quantkit.tensor_records import Checkpoint
+
+CONTRIB = "com.microsoft"
+ELEMENT_TYPES = {"F32": TensorProto.FLOAT, "I8": TensorProto.INT8, "U8": TensorProto.UINT8}
+METADATA_KEY = "quantkit"
+
+
+@dataclass(kw_only=True, slots=True)
+class Graph:
+    """A graph under construction."""
+
+    checkpoint: Checkpoint
+    keeps_weights_outside: bool
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    initializers: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+    outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+    integer_nodes: dict[str, list[str]] = field(default_factory=dict)  # node -> projections it computes
+    counter: int = 0
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: str,
+        name: str = "",
+        domain: str = "",
+        num_outputs: int = 1,
+        **attributes: Any,  # noqa: ANN401 - ONNX attributes are of many types
+    ) -> str:
+        """Add a node with one output, or of which only the first matters."""
+        return self.ops(
+            op_type, *inputs, name=name, domain=domain, wanted=(True,) * num_outputs, **attributes
+        )[0]
+
+    def ops(
+        self,
+        op_type: str,
+        *inputs: str,
+        name: str = "",
+        domain: str = "",
+        wanted: Sequence[bool] = (True,),
+        **attributes: Any,  # noqa: ANN401
+    ) -> list[str]:
+        """Add a node; an output that is not wanted is left out, as ONNX spells it: an empty name."""
+        self.counter += 1
+        label = name or f"{op_type}_{self.counter}"
+        outputs = [f"{label}/out{i}" if want else "" for i, want in enumerate(wanted)]
+        kept = list(inputs)
+        while kept and not kept[-1]:
+            kept.pop()
+        self.nodes.append(helper.make_node(op_type, kept, outputs, name=label, domain=domain, **attributes))
+        return outputs
+
+    def constant(self, name: str, values: NDArray[Any]) -> str:
+        """A small constant, once for each name."""
+        if name not in self.initializers:
+            self.initializers[name] = numpy_helper.from_array(np.asarray(values), name)
+        return name
+
+    def integers(self, *values: int) -> str:
+        """A 1-D int64 constant."""
+        return self.constant("i64_" + "_".join(str(v) for v in values), np.array(values, np.int64))
+
+    def weight(self, name: str) -> str:
+        """A tensor of the checkpoint."""
+        if name in self.initializers:
+            return name
+        slot = self.checkpoint.slots[name]
+        tensor = onnx.TensorProto(
+            name=name, data_type=ELEMENT_TYPES[slot.spec.dtype], dims=list(slot.spec.shape)
+        )
+        # A few values are kept inside: onnxruntime folds constants and shapes only from there.
+        if self.keeps_weights_outside and slot.length >= 1024:
+            tensor.data_location = TensorProto.EXTERNAL
+            place = {
+                "location": self.checkpoint.path.name,
+                "offset": str(slot.offset),
+                "length": str(slot.length),
+            }
+            for key, value in place.items():
+                tensor.external_data.add(key=key, value=value)
+        else:
+            tensor.raw_data = self.checkpoint.read(name).tobytes()
+        self.initializers[name] = tensor
+        return name
+
+    def input(self, name: str, element_type: int, shape: Sequence[int | str]) -> str:
+        """An input of the model."""
+        self.inputs.append(helper.make_tensor_value_info(name, element_type, shape))
+        return name
+
+    def output(self, value: str, name: str, element_type: int, shape: Sequence[int | str]) -> None:
+        """An output of the model: the value under a public name, without a copy."""
+        for node in reversed(self.nodes):
+            if value in node.output:
+                node.output[list(node.output).index(value)] = name
+                break
+        for node in self.nodes:
+            for position, read in enumerate(node.input):
+                if read == value:
+                    node.input[position] = name
+        self.outputs.append(helper.make_tensor_value_info(name, element_type, shape))
+
+    def finish(self, *, name: str, target: Target, metadata: Mapping[str, Any]) -> onnx.ModelProto:
+        """The model."""
+        graph = helper.make_graph(
+            self.nodes, name, self.inputs, self.outputs, list(self.initializers.values())
+        )
+        model = helper.make_model(
+            graph,
+            producer_name="quantkit",
+            ir_version=target.ir_version,
+            opset_imports=[
+                helper.make_opsetid("", target.opset),
+                *(helper.make_opsetid(domain, 1) for domain in target.domains),
+            ],
+        )
+        described = {**metadata, "integer_nodes": self.integer_nodes}
+        helper.set_model_props(model, {METADATA_KEY: json.dumps(described, sort_keys=True)})
+        return model
+
+
+def save(model: onnx.ModelProto, path: Path) -> None:
+    """Write the graph; weights beside it are there already."""
+    path.write_bytes(model.SerializeToString(deterministic=True))

@@ -1,0 +1,149 @@
+"""The operators that graphs are put together from: matrix products on a grid, table lookups, norms.
+
+Each function adds the fewest nodes that onnxruntime has a fused kernel for; what a kernel reads is what
+the checkpoint stores, so no weight is changed on the way. Operators:
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from quantkit.errors import InputError
+from quantkit.export.graph import CONTRIB, Graph
+from quantkit.grid import ZERO_POINT
+from quantkit.records import Activation, Norm, NormKind
+from quantkit.schemes import Scheme
+from quantkit.tensor_records import Contents, Pack, TableEntry
+
+INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
+ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
+    Activation.RELU: ("Relu", ""),
+    Activation.GELU: ("Gelu", CONTRIB),
+    Activation.GELU_TANH: ("FastGelu", CONTRIB),
+    Activation.SILU: ("QuickGelu", CONTRIB),  # x * sigmoid(alpha x), with alpha 1
+}
+
+
+def matmul(graph: Graph, pack: Pack, x: str, scheme: Scheme) -> str:
+    """x W^T + b for one pack, on its grid."""
+    bias = graph.weight(f"{pack.name}.bias") if pack.has_bias else ""
+    if pack.grid is None:
+        return _float_matmul(graph, pack, x, bias)
+    graph.integer_nodes[pack.name] = [layer.name for layer in pack.layers]
+    if pack.grid.block is None:
+        return graph.op(
+            "DynamicQuantizeMatMul",
+            x,
+            graph.weight(f"{pack.name}.codes_IO"),
+            graph.weight(f"{pack.name}.scales"),
+            "",
+            bias,
+            name=pack.name,
+            domain=CONTRIB,
+        )
+    return graph.op(
+        "MatMulNBits",
+        x,
+        graph.weight(f"{pack.name}.codes"),
+        graph.weight(f"{pack.name}.scales"),
+        "",
+        "",
+        bias,
+        name=pack.name,
+        domain=CONTRIB,
+        K=pack.in_features,
+        N=pack.out_features,
+        bits=pack.grid.bits,
+        block_size=pack.grid.block,
+        accuracy_level=INTEGER_ACTIVATIONS if scheme.activations == "block" else 0,
+    )
+
+
+def _float_matmul(graph: Graph, pack: Pack, x: str, bias: str) -> str:
+    if pack.table:  # [out, in] as the embedding has it; Gemm reads that, for two dimensions
+        rows = graph.op("Reshape", x, graph.integers(-1, pack.in_features))
+        product = graph.op("Gemm", rows, graph.weight(f"{pack.table}.weight"), bias, name=pack.name, transB=1)
+        shape = graph.op("Shape", x, start=0, end=2)
+        shape = graph.op("Concat", shape, graph.integers(pack.out_features), axis=0)
+        return graph.op("Reshape", product, shape)
+    product = graph.op("MatMul", x, graph.weight(f"{pack.name}.weight_IO"), name=pack.name)
+    return graph.op("Add", product, bias) if bias else product
+
+
+def lookup(graph: Graph, entry: TableEntry, ids: str, contents: Contents) -> str:
+    """Rows of an embedding as float32, [batch, sequence, columns]."""
+    name = entry.table.name
+    if entry.grid is None:
+        return graph.op("Gather", graph.weight(f"{entry.shares or name}.weight"), ids, name=name, axis=0)
+    holder = entry.shares or name
+    pack = next((pack for pack in contents.packs if pack.name == holder), None)
+    if entry.grid.block is None and pack is not None:  # the head's codes, [columns, rows]
+        codes = graph.op("Gather", graph.weight(f"{holder}.codes_IO"), ids, name=name, axis=1)
+        codes = graph.op("Transpose", codes, perm=[1, 2, 0])
+        scales = graph.op("Gather", graph.weight(f"{holder}.scales"), ids, axis=0)
+        scales = graph.op("Unsqueeze", scales, graph.integers(-1))
+        return graph.op("Mul", graph.op("Cast", codes, to=TensorProto.FLOAT), scales)
+    # No Reshape may touch the codes themselves: onnxruntime would fold it into a second copy of them.
+    codes = graph.op("Gather", graph.weight(f"{holder}.codes"), ids, name=name, axis=0)
+    zero = graph.constant("zero_point", np.array(ZERO_POINT, np.float32))
+    values = graph.op("Sub", graph.op("Cast", codes, to=TensorProto.FLOAT), zero)
+    scales = graph.op("Gather", graph.weight(f"{holder}.scales"), ids, axis=0)
+    values = graph.op("Mul", values, graph.op("Unsqueeze", scales, graph.integers(-1)))
+    rows = graph.op("Reshape", values, graph.integers(0, 0, -1))
+    columns = entry.table.num_columns
+    size = entry.grid.block or columns
+    if columns % size == 0:
+        return rows
+    return graph.op("Slice", rows, graph.integers(0), graph.integers(columns), graph.integers(2))
+
+
+def norm(graph: Graph, entry: Norm, contents: Contents, x: str) -> str:
+    """A norm of its own."""
+    gain, bias = _norm_weights(graph, entry, contents)
+    if entry.kind is NormKind.LAYER_NORM:
+        return graph.op("LayerNormalization", x, gain, bias, name=entry.name, axis=-1, epsilon=entry.epsilon)
+    return graph.op(
+        "SimplifiedLayerNormalization", x, gain, name=entry.name, axis=-1, epsilon=entry.epsilon, stash_type=1
+    )
+
+
+def add_and_norm(
+    graph: Graph, entry: Norm, contents: Contents, residual: str, pending: str, *, keeps_sum: bool
+) -> tuple[str, str]:
+    """(norm of residual + pending, residual + pending) in one node."""
+    gain, bias = _norm_weights(graph, entry, contents)
+    is_layer_norm = entry.kind is NormKind.LAYER_NORM
+    # Without a bias of its own, a layer norm needs zeros where the sum's bias would be read.
+    weights = (gain, bias) if is_layer_norm else (gain,)
+    outputs = graph.ops(
+        "SkipLayerNormalization" if is_layer_norm else "SkipSimplifiedLayerNormalization",
+        pending,
+        residual,
+        *weights,
+        name=entry.name,
+        domain=CONTRIB,
+        wanted=(True, False, False, True) if keeps_sum else (True,),
+        epsilon=entry.epsilon,
+    )
+    return outputs[0], outputs[-1] if keeps_sum else ""
+
+
+def _norm_weights(graph: Graph, entry: Norm, contents: Contents) -> tuple[str, str]:
+    bias = graph.weight(f"{entry.name}.bias") if entry.name in contents.norm_biases else ""
+    return graph.weight(f"{entry.name}.weight"), bias
+
+
+def activation(graph: Graph, kind: Activation, x: str, *, name: str) -> str:
+    """The non-linearity of an FFN."""
+    if kind not in ACTIVATION_OPS:
+        raise InputError(
+            "its activation is one that no fused operator computes",
+            where=name,
+            allowed=", ".join(ACTIVATION_OPS),
+            next_step="this architecture goes through the tracing exporter",
+        )
+    op_type, domain = ACTIVATION_OPS[kind]
+    extra = {"alpha": 1.0} if kind is Activation.SILU else {}
+    return graph.op(op_type, x, name=f"{name}/activation", domain=domain, **extra)

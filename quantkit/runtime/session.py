@@ -1,0 +1,162 @@
+"""A decoder in onnxruntime with its key-value cache in place: bound once, written by every step.
+
+Past and present of each layer are the same buffer, as long as the context allows, so that a step moves
+the new token's keys and values and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+MODEL_FILE = "model.onnx"
+
+
+@dataclass(kw_only=True, slots=True)
+class Decoder:
+    """An open model."""
+
+    session: onnxruntime.InferenceSession
+    caches: tuple[tuple[str, str, int, int], ...]  # past name, present name, heads, head size
+    context: int
+    vocab_size: int
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def physical_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_session(
+    path: Path, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
+) -> onnxruntime.InferenceSession:
+    """A session; a file that onnxruntime refuses is the caller's wrong input."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or physical_cores()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    if not path.exists():
+        raise InputError(
+            "no such file",
+            where=str(path),
+            allowed="a folder that 'quantkit quantize' wrote",
+            next_step="check the path, or quantize a model first",
+        )
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as error:  # onnxruntime's own exceptions share no useful base class
+        raise InputError(
+            f"onnxruntime {onnxruntime.__version__} cannot load it ({' '.join(str(error).split())[:300]})",
+            where=str(path),
+            next_step="copy the folder again with all of its files, or quantize again",
+        ) from error
+
+
+def open_decoder(folder: Path, *, threads: int | None = None, context: int | None = None) -> Decoder:
+    """Open an artifact's decoder."""
+    path = folder / MODEL_FILE if folder.is_dir() else folder
+    session = open_session(path, threads=threads)
+    inputs = {each.name: each for each in session.get_inputs()}
+    outputs = {each.name: each for each in session.get_outputs()}
+    if "logits" not in outputs or "input_ids" not in inputs:
+        raise InputError(
+            "not a model that generates text (no logits, or no input_ids)",
+            where=str(path),
+            next_step="'quantkit generate' wants a decoder",
+        )
+    caches = tuple(
+        (name, name.replace("past_key_values", "present"), int(each.shape[1]), int(each.shape[3]))
+        for name, each in inputs.items()
+        if name.startswith("past_key_values")
+    )
+    stored = session.get_modelmeta().custom_metadata_map.get("quantkit", "{}")
+    metadata = json.loads(stored)
+    return Decoder(
+        session=session,
+        caches=caches,
+        context=context or int(metadata.get("max_positions") or 2048),
+        vocab_size=int(outputs["logits"].shape[-1]),
+        metadata=metadata,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """The caches of one batch, and how many positions of them are filled."""
+
+    decoder: Decoder
+    binding: Any
+    buffers: list[Any]
+    mask: Ints  # [batch, capacity]
+    length: int
+    capacity: int
+
+
+def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
+    """Empty caches for a batch; more than the model's context is refused."""
+    if capacity > decoder.context:
+        raise InputError(
+            f"{capacity} tokens of prompt and answer are more than the model's context",
+            where="length",
+            allowed=f"up to {decoder.context} tokens together",
+            next_step="shorten the prompt or ask for fewer new tokens",
+        )
+    binding = decoder.session.io_binding()
+    buffers = []
+    for past, present, heads, width in decoder.caches:
+        empty = np.zeros((batch, heads, capacity, width), np.float32)
+        buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
+        binding.bind_ortvalue_input(past, buffer)
+        binding.bind_ortvalue_output(present, buffer)
+        buffers.append(buffer)
+    return State(
+        decoder=decoder,
+        binding=binding,
+        buffers=buffers,
+        mask=np.zeros((batch, capacity), np.int64),
+        length=0,
+        capacity=capacity,
+    )
+
+
+def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
+    """Feed tokens [batch, n], padded on the left where `mask` is 0; logits of the last, [batch, vocabulary]."""
+    count = ids.shape[1]
+    end = state.length + count
+    assert end <= state.capacity, "the cache is full"
+    state.mask[:, state.length : end] = 1 if mask is None else mask
+    binding = state.binding
+    binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
+    binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :end]))
+    binding.bind_output("logits")
+    state.decoder.session.run_with_iobinding(binding)
+    state.length = end
+    logits: Floats = binding.get_outputs()[-1].numpy()
+    return logits[:, -1]
+
+
+def all_logits(decoder: Decoder, ids: Ints, mask: Ints | None = None) -> Floats:
+    """Logits of every position of a text from its beginning, [batch, sequence, vocabulary]."""
+    batch, length = ids.shape
+    feeds: dict[str, NDArray[Any]] = {
+        "input_ids": np.ascontiguousarray(ids, np.int64),
+        "attention_mask": np.ones((batch, length), np.int64) if mask is None else mask.astype(np.int64),
+        "num_logits": np.array([length], np.int64),
+    }
+    for past, _, heads, width in decoder.caches:
+        feeds[past] = np.zeros((batch, heads, 0, width), np.float32)
+    logits: Floats = decoder.session.run(["logits"], feeds)[0]
+    return logits

@@ -1,0 +1,222 @@
+"""The records of tensors: what a quantized model holds, as data, before and after it is written.
+
+A *pack* is what one matrix multiplication reads: one projection, or query, key and value of a block
+together, because one multiplication of three is faster than three. A *table* is an embedding. Both are
+decided from the map and the plan alone, so that sizes and offsets are known before a weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role
+from quantkit.schemes import Grid
+
+DTYPES: dict[str, Any] = {"F32": np.float32, "I8": np.int8, "U8": np.uint8}  # as safetensors spells them
+PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
+assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor of a quantized checkpoint."""
+
+    name: str
+    dtype: str  # as safetensors spells it: F32, I8, U8
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Where a tensor lies in the file."""
+
+    spec: TensorSpec
+    offset: int  # from the start of the file
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """An opened quantized checkpoint."""
+
+    path: Path
+    slots: Mapping[str, Slot]
+    description: Mapping[str, Any]
+
+    def read(self, name: str) -> NDArray[Any]:
+        """One tensor."""
+        slot = self.slots[name]
+        values = np.fromfile(
+            self.path, DTYPES[slot.spec.dtype], math.prod(slot.spec.shape), offset=slot.offset
+        )
+        return values.reshape(slot.spec.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pack:
+    """Projections that are multiplied together, in the order of their rows."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    grid: Grid | None  # None: left as it was
+    table: str | None = None  # the embedding whose float table it reads instead of weights of its own
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.layers[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all its projections."""
+        return sum(layer.out_features for layer in self.layers)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any of its projections adds a bias; the others then add zeros."""
+        return any(layer.has_bias for layer in self.layers)
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """What is stored of it: weights, then scales, then bias."""
+        weights = _matrix_tensors(self.name, self.out_features, self.in_features, self.grid)
+        return (
+            *(() if self.table else weights),
+            *([_floats(f"{self.name}.bias", self.out_features)] if self.has_bias else []),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableEntry:
+    """An embedding: a table of its own, or rows of the pack whose weights it shares."""
+
+    table: Embedding
+    grid: Grid | None
+    shares: str | None = None  # the pack, or the other table, that holds it
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """What is stored of it; nothing where it is shared."""
+        if self.shares:
+            return ()
+        rows, columns = self.table.num_rows, self.table.num_columns
+        if self.grid is None:
+            return (_floats(f"{self.table.name}.weight", rows, columns),)
+        return _block_tensors(self.table.name, rows, columns, self.grid)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """All that is stored of a model."""
+
+    packs: tuple[Pack, ...]
+    tables: tuple[TableEntry, ...]
+    norms: tuple[Norm, ...]
+    norm_biases: frozenset[str]
+    loose: tuple[tuple[str, tuple[int, ...]], ...] = ()  # parameters that are none of these
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every stored tensor."""
+        found: list[TensorSpec] = []
+        for part in (*self.packs, *self.tables):
+            found.extend(part.tensors())
+        for norm in self.norms:
+            found.append(_floats(f"{norm.name}.weight", norm.features))
+            if norm.name in self.norm_biases:
+                found.append(_floats(f"{norm.name}.bias", norm.features))
+        found.extend(_floats(name, *shape) for name, shape in self.loose)
+        return tuple(found)
+
+    def pack_of(self) -> Mapping[str, Pack]:
+        """The pack of each projection, by the projection's name."""
+        return {layer.name: pack for pack in self.packs for layer in pack.layers}
+
+
+def _floats(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, dtype="F32", shape=shape)
+
+
+def _matrix_tensors(name: str, rows: int, columns: int, grid: Grid | None) -> tuple[TensorSpec, ...]:
+    if grid is None:
+        return (_floats(f"{name}.weight_IO", columns, rows),)
+    if grid.block is None:  # the operator for per-channel weights reads them transposed
+        codes = TensorSpec(name=f"{name}.codes_IO", dtype="I8", shape=(columns, rows))
+        return (codes, _floats(f"{name}.scales", rows))
+    return _block_tensors(name, rows, columns, grid)
+
+
+def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[TensorSpec, ...]:
+    blocks, size = grid.num_blocks(columns), grid.block or columns
+    codes = TensorSpec(name=f"{name}.codes", dtype="U8", shape=(rows, blocks, size))
+    return (codes, _floats(f"{name}.scales", rows, blocks))
+
+
+def contents_of(model_map: ModelMap, plan: Plan, grids: Mapping[str, Grid] | Grid) -> Contents:
+    """What the quantized model holds: planned projections on their grid, tables beside or inside them."""
+    planned = {layer.name for layer in plan.layers if layer.quantized}
+
+    def grid_of(name: str) -> Grid | None:
+        if name not in planned:
+            return None
+        return grids if isinstance(grids, Grid) else grids[name]
+
+    table_grid = grids if isinstance(grids, Grid) else next(iter(grids.values()), Grid(block=32))
+    packs = _pack(model_map, {layer.name: grid_of(layer.name) for layer in model_map.layers})
+    holders = {pack.layers[0].tied_to: pack for pack in packs if pack.layers[0].tied_to and pack.grid}
+    tables = []
+    for table in model_map.embeddings:
+        holder = holders.get(table.name)
+        # A table that no projection reads follows the same rule, as long as anything is quantized at all.
+        is_large = max(table.num_rows, table.num_columns) >= plan.min_dim and bool(planned)
+        tables.append(
+            TableEntry(
+                table=table,
+                grid=holder.grid if holder else (table_grid if is_large else None),
+                shares=holder.name if holder else table.tied_to,
+            )
+        )
+    with_bias = frozenset(norm.name for norm in model_map.norms if norm.num_parameters > norm.features)
+    return Contents(
+        packs=packs,
+        tables=tuple(tables),
+        norms=model_map.norms,
+        norm_biases=with_bias,
+        loose=tuple((entry.name, entry.shape) for entry in model_map.unmapped),
+    )
+
+
+def _pack(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, ...]:
+    groups: dict[Any, list[Layer]] = {}
+    for layer in model_map.layers:
+        joins = layer.role in PACKED_ROLES and layer.block and not layer.is_cross_attention
+        key = (layer.block, grids[layer.name], layer.in_features) if joins else layer.name
+        groups.setdefault(key, []).append(layer)
+    packs = []
+    for members in groups.values():
+        roles = tuple(member.role for member in members)
+        whole = [members] if roles == PACKED_ROLES or len(members) == 1 else [[each] for each in members]
+        packs.extend(
+            Pack(
+                name=_pack_name(part),
+                layers=tuple(part),
+                grid=grids[part[0].name],
+                table=None if grids[part[0].name] else part[0].tied_to,
+            )
+            for part in whole
+        )
+    return tuple(packs)
+
+
+def _pack_name(layers: list[Layer]) -> str:
+    first = layers[0]
+    if len(layers) == 1:
+        return first.name
+    if all(layer.matrix == first.matrix for layer in layers):
+        return first.matrix
+    parent = first.name.rsplit(".", 1)[0]
+    return f"{parent}.{'+'.join(layer.name.rsplit('.', 1)[-1] for layer in layers)}"
