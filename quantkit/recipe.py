@@ -7,14 +7,15 @@ ignored costs a whole run. Pydantic and YAML stay behind this file.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import InputError
+from quantkit.schemes import DEFAULT_SCHEME, SCHEMES
 
 
 class Select(BaseModel):
@@ -27,6 +28,24 @@ class Select(BaseModel):
     exclude: list[str] = Field(default=[], description="roles or globs that are left as they are")
 
 
+class Measure(BaseModel):
+    """What is measured after the export."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    accuracy: bool = Field(default=True, description="perplexity, KL divergence and agreement")
+    latency: bool = Field(default=True, description="prompt and decode times, beside the float model")
+    memory: bool = Field(default=True, description="peak memory of loading and running, in its own process")
+    text: str | None = Field(default=None, description="a text file; without it the bundled held-out text")
+    window: int | None = Field(default=None, ge=2, description="tokens a window; up to 1024 if not given")
+    stride: int | None = Field(default=None, ge=1, description="tokens from window to window; half of it")
+    max_tokens: int = Field(default=16384, ge=2, description="tokens of the text that are read")
+    prompt: int = Field(default=128, ge=1, description="tokens of the timed prompt")
+    decode: int = Field(default=32, ge=1, description="tokens of the timed continuation")
+    threads: int | None = Field(default=None, ge=1, description="threads; all cores if not given")
+    seconds: float = Field(default=20.0, gt=0, description="most time that the timing may take")
+
+
 class Recipe(BaseModel):
     """One run of the pipeline."""
 
@@ -34,6 +53,18 @@ class Recipe(BaseModel):
 
     model: str | None = Field(default=None, description="a folder, a built-in name, a Hub name, or 'demo'")
     select: Select = Select()
+    scheme: Literal[*SCHEMES] = Field(default=DEFAULT_SCHEME, description="how weights become integers")  # type: ignore[valid-type]
+    fit: Literal["rtn"] = Field(default="rtn", description="how the scales are chosen")
+    target: Literal["cpu"] = Field(default="cpu", description="who runs the file")
+    single_file_mb: int = Field(
+        default=64, ge=0, description="weights up to this size lie inside model.onnx, larger ones beside it"
+    )
+    random_weights: bool = Field(default=False, description="seeded weights, for size and speed alone")
+    seed: int = Field(default=0, ge=0, description="of the random weights")
+    measure: Measure = Measure()
+
+
+SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {(): Recipe, ("select",): Select, ("measure",): Measure}
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -48,14 +79,7 @@ def load_recipe(path: Path) -> Recipe:
         raise InputError(
             f"not YAML ({error})", where=str(path), next_step="see recipes/ for examples"
         ) from error
-    if not isinstance(content, dict):
-        raise InputError(
-            "a recipe is a mapping of keys", where=str(path), allowed=", ".join(Recipe.model_fields)
-        )
-    try:
-        return Recipe.model_validate(content)
-    except ValidationError as error:
-        raise InputError(_explain(error.errors()[0]), where=str(path)) from error
+    return check_recipe(content, where=str(path))
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -75,4 +99,33 @@ def _explain(fault: Any) -> str:  # noqa: ANN401 - pydantic's own mapping
 
 
 def _keys_at(parents: Sequence[Any]) -> list[str]:
-    return list(Select.model_fields if list(parents) == ["select"] else Recipe.model_fields)
+    return list(SECTIONS[tuple(parents)].model_fields)
+
+
+def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with some keys replaced ("select.min_dim": 768), checked like a file."""
+    content = recipe.model_dump()
+    for path, value in changes.items():
+        if value is None:
+            continue
+        *parents, key = path.split(".")
+        section = content
+        for parent in parents:
+            section = section[parent]
+        section[key] = value
+    return check_recipe(content, where="the command line")
+
+
+def check_recipe(content: Any, *, where: str) -> Recipe:  # noqa: ANN401 - whatever a file held
+    """A recipe from plain values; every fault is one line that names the key."""
+    if not isinstance(content, dict):
+        raise InputError("a recipe is a mapping of keys", where=where, allowed=", ".join(Recipe.model_fields))
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise InputError(_explain(error.errors()[0]), where=where) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML with every key written out, so that it reproduces the run."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)

@@ -135,7 +135,7 @@ def _fetch_config(name: str) -> Path:
 
     try:
         # Without a network the library would retry aloud for half a minute; the cache answers at once.
-        offline = not _is_reachable(constants.ENDPOINT)
+        offline = not hub_is_reachable(constants.ENDPOINT)
         return Path(hf_hub_download(name, "config.json", local_files_only=offline)).parent
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise InputError(
@@ -149,7 +149,7 @@ def _fetch_config(name: str) -> Path:
         ) from error
 
 
-def _is_reachable(endpoint: str) -> bool:
+def hub_is_reachable(endpoint: str) -> bool:
     """Whether a connection can be tried at all; behind a proxy only the request itself can tell."""
     address = urlsplit(endpoint)
     if getproxies().get(address.scheme):

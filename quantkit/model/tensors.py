@@ -55,12 +55,12 @@ class CheckpointTensors:
 
     stored: Mapping[str, StoredTensor]
     offsets: Mapping[str, int]
-    prefix: str
+    prefixed: Mapping[str, str]  # a stored name without its first part -> the stored name
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def _find(self, name: str) -> StoredTensor | None:
         for each in (name, *self.aliases.get(name, ())):
-            for spelled in (each, each.removeprefix(self.prefix), self.prefix + each):
+            for spelled in (each, each.split(".", 1)[-1], self.prefixed.get(each, each)):
                 if spelled in self.stored:
                     return self.stored[spelled]
         return None
@@ -138,9 +138,7 @@ def _require_finite(values: Floats, tensor: StoredTensor) -> None:
     )
 
 
-def open_tensors(
-    folder: Path, *, prefix: str, aliases: Mapping[str, tuple[str, ...]] | None = None
-) -> CheckpointTensors:
+def open_tensors(folder: Path, *, aliases: Mapping[str, tuple[str, ...]] | None = None) -> CheckpointTensors:
     """The folder's tensors; headers are read, weights are not."""
     stored = read_headers(folder)
     if not stored:
@@ -157,7 +155,8 @@ def open_tensors(
         for name, entry in header.items():
             if name != "__metadata__":
                 offsets[name] = 8 + length + entry["data_offsets"][0]
-    return CheckpointTensors(stored=stored, offsets=offsets, prefix=prefix, aliases=aliases or {})
+    prefixed = {name.split(".", 1)[-1]: name for name in stored}
+    return CheckpointTensors(stored=stored, offsets=offsets, prefixed=prefixed, aliases=aliases or {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

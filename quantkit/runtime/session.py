@@ -133,7 +133,7 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
 
 
 def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
-    """Feed tokens [batch, n], padded on the left where `mask` is 0; logits of the last, [batch, vocabulary]."""
+    """Feed tokens [batch, n], padded on the left where `mask` is 0; logits of the last position."""
     count = ids.shape[1]
     end = state.length + count
     assert end <= state.capacity, "the cache is full"

@@ -1,0 +1,162 @@
+"""The records of what was measured: frozen, JSON-serialisable, free of torch.
+
+A figure never stands alone: perplexity has its standard error, a time its number of runs and its spread, a
+comparison its protocol, and a report its machine and versions. What was not measured is None here and
+absent from report.json; a zero would read as a result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from quantkit.records import Count, FormulaCheck, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood in nats, with the standard error of that mean carried over."""
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuracy:
+    """A quantized model beside its reference, token by token on the same text."""
+
+    reference: Perplexity
+    quantized: Perplexity
+    increase: float  # quantized / reference - 1
+    increase_standard_error: float  # from the differences token by token, so far below the two above
+    kl_divergence: float  # KL(reference || quantized) in nats, mean over tokens
+    kl_standard_error: float
+    kl_99th_percentile: float
+    top1_agreement: float  # share of tokens at which both find the same token likeliest
+    max_relative_logit_error: float  # greatest difference over greatest reference logit, all tokens
+    num_tokens: int  # predicted tokens: all of the text but its first
+    window: int
+    stride: int
+    text: str  # its name
+    is_meaningful: bool = True  # False with random weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Repeated runs of one thing."""
+
+    median_ms: float
+    lowest_ms: float
+    lower_quartile_ms: float
+    upper_quartile_ms: float
+    highest_ms: float
+    num_runs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latency:
+    """The time for a prompt and for a token, beside the reference in the same interleaved runs."""
+
+    provider: str
+    threads: int
+    prompt_length: int
+    prefill: Timing  # of the whole prompt
+    prefill_reference: Timing | None = None
+    decode: Timing | None = None  # per token; None for a model that generates nothing
+    decode_reference: Timing | None = None
+    num_decoded: int | None = None  # tokens of one decode run
+    floor_ms_per_token: float | None = None  # reading the weights once at the machine's bandwidth
+    num_warm_ups: int
+    batch: int = 1
+    reference: str | None = None  # what the reference is, in words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakMemory:
+    """Peak resident memory of a process of its own."""
+
+    load_peak_bytes: int
+    run_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Peak memory of the two models, each alone in its process."""
+
+    quantized: PeakMemory
+    reference: PeakMemory | None = None
+    empty_process_bytes: int | None = None  # the same process with its imports and no model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """Bytes on disk; graph and weights, without tokenizer files."""
+
+    source_bytes: int  # the checkpoint that was quantized, as it is stored
+    planned_bytes: int  # tensors that the plan foretells
+    artifact_bytes: int
+    reference_bytes: int | None = None  # the float graph that the artifact is timed against
+
+    @property
+    def ratio(self) -> float:
+        """Artifact over source."""
+        return self.artifact_bytes / self.source_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """How much of the graph one provider runs."""
+
+    provider: str
+    node_fraction: float
+    mac_fraction: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """Where and with what it was measured."""
+
+    processor: str
+    num_cores: float  # usable ones: a container may have a share of a core
+    python: str
+    platform: str
+    versions: dict[str, str]  # by distribution name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Projections that stay float for one reason."""
+
+    role: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All that is known of one quantized model."""
+
+    model: str
+    scheme: str
+    target: str
+    min_dim: int
+    projections: Count
+    matrices: Count
+    parameters: Count
+    formula: FormulaCheck
+    kept: tuple[Kept, ...]
+    size: Size
+    environment: Environment
+    accuracy: Accuracy | None = None
+    latency: tuple[Latency, ...] = ()
+    memory: Memory | None = None
+    placement: tuple[Placement, ...] = ()
+    has_random_weights: bool = False
+    recipe_sha256: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+
+
+def kept_projections(plan: Plan) -> tuple[Kept, ...]:
+    """What a plan leaves as it was, one entry for each role and reason, in the order of the walk."""
+    counts = Counter((str(layer.role), layer.reason) for layer in plan.layers if not layer.quantized)
+    return tuple(Kept(role=role, reason=reason, count=count) for (role, reason), count in counts.items())

@@ -1,0 +1,150 @@
+"""Opening the weights of whatever the user named: a folder's, the Hub's, or seeded random ones.
+
+A tensor is found under its canonical name, under the name without the prefix of the model with a head, or
+behind one; and a shared tensor under any name that shares it, since a checkpoint stores it only once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.model.families import family_of
+from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable
+from quantkit.model.places import checkpoint_name
+from quantkit.model.tensors import RandomTensors, TensorSource, open_tensors
+from quantkit.records import ModelMap
+
+WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.txt", "tokenizer.model", "*.jinja"]
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+
+
+def with_weights(source: Source, *, random_weights: bool) -> Source:
+    """The same source with a folder that holds weights, fetched if it must be."""
+    if random_weights or source.folder is not None:
+        return source
+    return dataclasses.replace(source, folder=_fetch(source.name))
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import constants, snapshot_download  # noqa: PLC0415 - a second that few runs need
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
+    try:
+        offline = not hub_is_reachable(constants.ENDPOINT)
+        return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS, local_files_only=offline))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise InputError(
+            f"its weights are not here, and the Hub gave none ({type(error).__name__})",
+            where=name,
+            allowed=f"a local folder with safetensors, '{DEMO_NAME}', or a Hub name",
+            next_step=(
+                f"'hf download {name} --local-dir FOLDER' where there is a network, then give that folder; "
+                "or pass --random-weights to measure size and speed alone"
+            ),
+        ) from error
+
+
+def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, seed: int = 0) -> TensorSource:
+    """Where the weights come from; no weight is read yet."""
+    if random_weights:
+        module = build_on_meta(source)
+        row = family_of(model_map.model_type)
+        shapes = {
+            checkpoint_name(name, row[1] if row else None): tuple(tensor.shape)
+            for name, tensor in module.state_dict(keep_vars=True).items()
+        }
+        return RandomTensors(shapes=shapes, seed=seed, gain_offset=model_map.norm_gain_offset)
+    assert source.folder is not None
+    return open_tensors(source.folder, aliases=_aliases(model_map))
+
+
+def _aliases(model_map: ModelMap) -> Mapping[str, tuple[str, ...]]:
+    """Other names under which a checkpoint may store a shared tensor."""
+    groups: dict[str, set[str]] = {}
+    for entry in (*model_map.embeddings, *model_map.norms):
+        groups.setdefault(entry.name, set()).update(entry.aliases)
+    for layer in model_map.layers:
+        groups.setdefault(layer.matrix, set()).update(layer.aliases)
+        if layer.tied_to:
+            groups.setdefault(layer.tied_to, set()).add(layer.matrix)
+    for table in model_map.embeddings:
+        if table.tied_to:
+            groups.setdefault(table.tied_to, set()).add(table.name)
+    return {
+        f"{name}.{part}": tuple(f"{other}.{part}" for other in sorted(others))
+        for name, others in groups.items()
+        if others
+        for part in ("weight", "bias")
+    }
+
+
+def config_for_artifact(source: Source) -> dict[str, Any]:
+    """The config as clients of the artifact read it; code that came with a checkpoint is left behind."""
+    return {key: value for key, value in source.config.items() if key != "auto_map"}
+
+
+def tokenizer_files(source: Source) -> tuple[Path, ...]:
+    """The files of the tokenizer and of text generation that lie beside the weights."""
+    if source.folder is None:
+        return ()
+    found = (source.folder / name for name in TOKENIZER_FILES)
+    return tuple(path for path in found if path.is_file())
+
+
+def make_fast_tokenizer(source: Source, folder: Path) -> bool:
+    """Write tokenizer.json for a checkpoint that has only the older files; False where that cannot be."""
+    if source.folder is None or not any(
+        path.name != "generation_config.json" for path in tokenizer_files(source)
+    ):
+        return False
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(source.folder), use_fast=True)
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    except Exception:  # many libraries read tokenizers, and any may be absent; the model works without one
+        return False
+    return True
+
+
+def reference_logits(source: Source) -> Logits:
+    """The original in transformers, float32, as a function of token ids: the independent reference."""
+    assert source.folder is not None
+    model_class = next(
+        (
+            getattr(transformers, str(name))
+            for name in source.config.get("architectures") or ()
+            if hasattr(transformers, str(name))
+        ),
+        transformers.AutoModelForCausalLM,
+    )
+    model = model_class.from_pretrained(str(source.folder), dtype=torch.float32, use_safetensors=True)
+    model.eval()
+
+    def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            made = model(input_ids=torch.from_numpy(ids), use_cache=False).logits
+        values: NDArray[np.float32] = made.float().numpy()
+        return values
+
+    return logits

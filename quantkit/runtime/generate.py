@@ -1,0 +1,108 @@
+"""Generating text: prompts of unequal length in one batch, and the ways to choose the next token.
+
+Rows are padded on the left, as clients of the ecosystem do, so that all of them end together. Sampling is
+greedy, or by temperature with the most likely tokens alone: the best k, or the fewest whose probabilities
+reach p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.runtime.session import Decoder, start, step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.0  # 0: always the most likely
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what no distribution has."""
+    for name, value, is_right, allowed in (
+        ("--temperature", sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more"),
+        ("--top-k", sampling.top_k, sampling.top_k >= 0, "0 (no limit) or more"),
+        ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0, up to 1"),
+    ):
+        if not is_right:
+            raise InputError(f"{value}", where=name, allowed=allowed)
+
+
+def probabilities(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float64]:
+    """The distribution that tokens are drawn from, [batch, vocabulary]."""
+    scores = logits.astype(np.float64) / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[1]:
+        kth = np.partition(scores, -sampling.top_k, axis=1)[:, -sampling.top_k, None]
+        scores = np.where(scores < kth, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    if sampling.top_p < 1:
+        order = np.argsort(-weights, axis=1, kind="stable")
+        ranked = np.take_along_axis(weights, order, axis=1)
+        # A token stays while those before it have not reached p, so the most likely one always does.
+        stays = np.cumsum(ranked, axis=1) - ranked < sampling.top_p
+        kept = np.zeros_like(stays)
+        np.put_along_axis(kept, order, stays, axis=1)
+        weights = np.where(kept, weights, 0)
+        weights /= weights.sum(axis=1, keepdims=True)
+    return weights
+
+
+def choose_tokens(
+    logits: NDArray[np.float32], sampling: Sampling, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """The next token of each row."""
+    if sampling.temperature == 0:
+        return logits.argmax(axis=1).astype(np.int64)
+    cumulative = np.cumsum(probabilities(logits, sampling), axis=1)
+    draws = random.random(len(logits))[:, None] * cumulative[:, -1:]
+    return (cumulative <= draws).sum(axis=1).clip(max=logits.shape[1] - 1).astype(np.int64)
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: frozenset[int] = frozenset(),
+) -> Iterator[list[int | None]]:
+    """The next token of every row, step by step; None for a row that has ended."""
+    sampling = sampling or Sampling()
+    check_sampling(sampling)
+    if not prompts or any(not prompt for prompt in prompts):
+        raise InputError("an empty prompt gives the model nothing to go on from", where="prompt")
+    too_large = max(max(prompt) for prompt in prompts)
+    if too_large >= decoder.vocab_size:
+        raise InputError(
+            f"the tokenizer made id {too_large}, and the model has {decoder.vocab_size} tokens",
+            where="prompt",
+            next_step="the tokenizer belongs to another model; copy the one that the checkpoint came with",
+        )
+    longest = max(len(prompt) for prompt in prompts)
+    state = start(decoder, batch=len(prompts), capacity=longest + max_new_tokens)
+    ids = np.zeros((len(prompts), longest), np.int64)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    random = np.random.default_rng(sampling.seed)
+    is_open = np.ones(len(prompts), bool)
+    logits = step(state, ids, mask)
+    for count in range(max_new_tokens):
+        tokens = choose_tokens(logits, sampling, random)
+        yield [int(token) if still else None for token, still in zip(tokens, is_open, strict=True)]
+        is_open &= ~np.isin(tokens, list(stop_ids))
+        if not is_open.any() or count + 1 == max_new_tokens:
+            return
+        logits = step(state, tokens[:, None])

@@ -1,0 +1,184 @@
+"""The stages of a quantization, each a function from the records before it to the record after it.
+
+    weights --quantize--> checkpoint --export--> model.onnx --check--> placement
+
+The float reference is made by the same stages with an empty plan, so that a difference between the two
+files is the quantization and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint import write_checkpoint
+from quantkit.errors import InputError
+from quantkit.export.check import Placement, check_model
+from quantkit.export.emit import emit_decoder, why_not
+from quantkit.export.genai import CONFIG_FILE, genai_config
+from quantkit.export.graph import save
+from quantkit.export.targets import TARGETS
+from quantkit.model.linears import LINEARS
+from quantkit.model.load import Source
+from quantkit.model.tensors import TensorSource
+from quantkit.model.weight_source import config_for_artifact, make_fast_tokenizer, tokenizer_files
+from quantkit.plan import choose
+from quantkit.quantizers.apply import quantized_parts, weight_name
+from quantkit.records import ModelMap, Plan, to_json
+from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
+from quantkit.schemes import SCHEMES
+from quantkit.tensor_records import Checkpoint, Contents, contents_of
+
+MODEL_FILE = "model.onnx"
+WEIGHTS_FILE = "weights.safetensors"
+NOTHING = 1 << 62  # a min_dim that no projection reaches
+Count = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """A written model."""
+
+    folder: Path
+    contents: Contents
+    placement: Placement
+    planned_bytes: int
+
+    @property
+    def path(self) -> Path:
+        """The graph."""
+        return self.folder / MODEL_FILE
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the graph and of the weights beside it."""
+        return sum(path.stat().st_size for path in (self.path, self.folder / WEIGHTS_FILE) if path.exists())
+
+
+def require_tensors(contents: Contents, source: TensorSource, where: str) -> None:
+    """Name every tensor that the weights lack, before anything is written."""
+    names = [weight_name(layer) for pack in contents.packs for layer in pack.layers]
+    names += [f"{layer.matrix}.bias" for pack in contents.packs for layer in pack.layers if layer.has_bias]
+    names += [f"{entry.table.name}.weight" for entry in contents.tables if not entry.shares]
+    names += [f"{norm.name}.weight" for norm in contents.norms]
+    names += [f"{name}.bias" for name in contents.norm_biases]
+    missing = sorted({name for name in names if not source.has(name)})
+    if missing:
+        raise InputError(
+            f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:4])}",
+            where=where,
+            next_step="copy or download the checkpoint again; config.json asks for these",
+        )
+
+
+def write_model(
+    model_map: ModelMap,
+    plan: Plan,
+    source: TensorSource,
+    folder: Path,
+    *,
+    scheme_name: str,
+    fit: str,
+    target_name: str,
+    single_file_bytes: int,
+    keeps_checkpoint: bool = False,
+    count: Count = lambda _: None,
+) -> Exported:
+    """Quantize and export; what is on disk afterwards was read again and agrees with the plan."""
+    reason = why_not(model_map)
+    if reason:
+        raise InputError(f"no exporter for it yet: {reason}", where=model_map.name)
+    scheme = SCHEMES[scheme_name]
+    contents = contents_of(model_map, plan, scheme.grid)
+    require_tensors(contents, source, model_map.name)
+    specs = contents.tensors()
+    checkpoint = write_checkpoint(
+        folder / WEIGHTS_FILE,
+        specs,
+        quantized_parts(
+            contents,
+            source,
+            transposed={name: row.is_transposed for name, row in LINEARS.items()},
+            gain_offset=model_map.norm_gain_offset,
+            fit=fit,
+            progress=count,
+        ),
+        _describe(model_map, plan, contents, scheme_name, fit),
+    )
+    total = checkpoint.path.stat().st_size
+    keeps_outside = total > single_file_bytes
+    model = emit_decoder(
+        model_map,
+        contents,
+        checkpoint,
+        scheme=scheme,
+        target=TARGETS[target_name],
+        keeps_weights_outside=keeps_outside,
+        metadata={"max_positions": model_map.max_positions, "scheme": scheme_name, "model": model_map.name},
+    )
+    save(model, folder / MODEL_FILE)
+    if not keeps_outside and not keeps_checkpoint:
+        checkpoint.path.unlink()
+    return Exported(
+        folder=folder,
+        contents=contents,
+        placement=check_model(folder / MODEL_FILE, plan),
+        planned_bytes=planned_bytes(contents),
+    )
+
+
+def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **options: Any) -> Exported:  # noqa: ANN401
+    """The same model with nothing quantized."""
+    plan = choose(model_map, min_dim=NOTHING)
+    return write_model(model_map, plan, source, folder, **options)
+
+
+def planned_bytes(contents: Contents) -> int:
+    """Bytes that the tensors take, from their shapes alone."""
+    width = {"F32": 4, "I8": 1, "U8": 1}
+    return sum(math.prod(spec.shape) * width[spec.dtype] for spec in contents.tensors())
+
+
+def _describe(
+    model_map: ModelMap, plan: Plan, contents: Contents, scheme_name: str, fit: str
+) -> dict[str, Any]:
+    """What the checkpoint's header says, so that it can be read without the model."""
+    return {
+        "model": model_map.name,
+        "model_type": model_map.model_type,
+        "scheme": scheme_name,
+        "fit": fit,
+        "min_dim": plan.min_dim,
+        "norm_gain_offset": model_map.norm_gain_offset,
+        "packs": [
+            {
+                "name": pack.name,
+                "grid": to_json(pack.grid),
+                "table": pack.table,
+                "layers": [to_json(layer) for layer in pack.layers],
+            }
+            for pack in contents.packs
+        ],
+        "tables": [
+            {"name": entry.table.name, "grid": to_json(entry.grid), "shares": entry.shares}
+            for entry in contents.tables
+        ],
+    }
+
+
+def write_companions(source: Source, model_map: ModelMap, folder: Path) -> None:
+    """Config, tokenizer and the files by which other clients run the artifact."""
+    config = config_for_artifact(source)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for path in tokenizer_files(source):
+        shutil.copyfile(path, folder / path.name)
+    if not (folder / TOKENIZER_FILE).exists():
+        make_fast_tokenizer(source, folder)
+    settings = genai_config(model_map, stop_ids=sorted(read_stop_ids(folder)), config=config)
+    if settings:
+        (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
