@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from quantkit.errors import InputError
 
 MANIFEST = "manifest.json"
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 
 @contextlib.contextmanager
@@ -97,12 +95,12 @@ def _check_output(output: Path, *, force: bool) -> None:
 
 
 def _lock(lock: IO[str], output: Path) -> None:
-    if fcntl is None:
+    if LOCKS is None:
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        LOCKS.flock(lock, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
         # A run that just ended may have removed the file that this lock is on.
-        if os.stat(lock.name).st_ino != os.fstat(lock.fileno()).st_ino:
+        if Path(lock.name).stat().st_ino != os.fstat(lock.fileno()).st_ino:
             raise FileNotFoundError(lock.name)
     except OSError as error:
         raise InputError(

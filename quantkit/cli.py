@@ -85,6 +85,97 @@ def inspect(
 
 
 @app.command()
+def quantize(
+    model: Annotated[
+        str | None, typer.Argument(help="a folder, 'demo', a well-known name, or a Hub name")
+    ] = None,
+    min_dim: MinDim = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    recipe: Annotated[Path | None, typer.Option(help="a recipe file; flags override it")] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="how weights become integers  [default: int8_block128]")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="who runs the file  [default: cpu]")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="the folder to write  [default: MODEL-SCHEME]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace an older artifact")] = False,
+    measures: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="measure accuracy, latency and memory afterwards")
+    ] = True,
+    text: Annotated[Path | None, typer.Option(help="a text file to measure accuracy on")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="tokens of the text to read  [default: 16384]")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="threads to time with  [default: all cores]")] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="seeded weights: size and speed of any known architecture"),
+    ] = False,
+    keep_checkpoint: Annotated[
+        bool, typer.Option("--keep-checkpoint", help="keep the quantized safetensors of a small model too")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run code that ships with the checkpoint")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize, export, check and measure: the whole job, ending in a table and a report."""
+    from quantkit import requests  # noqa: PLC0415
+
+    printed = requests.quantize(
+        model=model,
+        recipe_path=recipe,
+        changes={
+            "select.min_dim": min_dim,
+            "select.include": include,
+            "select.exclude": exclude,
+            "scheme": scheme,
+            "target": target,
+            "random_weights": random_weights or None,
+            "measure.text": str(text) if text else None,
+            "measure.max_tokens": max_tokens,
+            "measure.threads": threads,
+        },
+        output=output,
+        force=force,
+        measures=measures,
+        keeps_checkpoint=keep_checkpoint,
+        trust_remote_code=trust_remote_code,
+        as_json=as_json,
+    )
+    if printed:
+        typer.echo(printed)
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="a folder that 'quantkit quantize' wrote")],
+    prompts: Annotated[list[str], typer.Argument(help="the beginning of a text; several make a batch")],
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to add")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="draw from the k most likely; 0 is no limit")] = 0,
+    top_p: Annotated[float, typer.Option(help="draw from the most likely that reach p together")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="of the draws")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads  [default: all cores]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text with a quantized model; tokens appear as they are made."""
+    from quantkit import requests  # noqa: PLC0415
+
+    for piece in requests.generate(
+        folder=folder,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
+        threads=threads,
+        as_json=as_json,
+    ):
+        typer.echo(piece, nl=False)
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Runtimes, providers and devices of this machine; clashes are named with their cure."""
     from quantkit.records import to_json  # noqa: PLC0415

@@ -35,7 +35,7 @@ def largest_magnitude_scales(weight_OI: Floats, grid: Grid) -> Floats:
     peaks = np.maximum(blocks.max(axis=2), -blocks.min(axis=2))
     scales = peaks / np.float32(grid.largest)
     scales[scales == 0] = 1  # a block of zeros: any scale will do, and 1 divides
-    return scales.astype(np.float32, copy=False)
+    return np.asarray(scales, np.float32)
 
 
 def encode(weight_OI: Floats, scales: Floats, grid: Grid) -> Codes:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quantkit import pipeline
 from quantkit.errors import InputError
 from quantkit.plan import DEFAULT_MIN_DIM, parse_min_dim
-from quantkit.recipe import Select, load_recipe
+from quantkit.recipe import Recipe, Select, load_recipe, override
 from quantkit.report.costs import specification_csv, specification_json, specification_page
 from quantkit.report.inspection import inspection_json, inspection_page
+from quantkit.report.quantization import quantization_page, report_json
 from quantkit.report.tables import Page, print_page, to_markdown
 
 FORMATS = ("table", "markdown", "json", "csv")
@@ -66,6 +68,97 @@ def inspect(
     if output_format == "csv":
         return specification_csv(spec)
     return _show(specification_page(spec), output_format)
+
+
+def quantize(
+    *,
+    model: str | None,
+    recipe_path: Path | None,
+    changes: Mapping[str, Any],
+    output: Path | None,
+    force: bool,
+    measures: bool,
+    keeps_checkpoint: bool,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> str:
+    """What `quantkit quantize` prints; empty when a table went to the terminal already."""
+    from quantkit.quantization import run  # noqa: PLC0415 - torch, transformers and onnx take seconds
+
+    min_dim = changes.get("select.min_dim")
+    typed = {**changes, "model": model, "select.min_dim": parse_min_dim(min_dim) if min_dim else None}
+    if not measures:
+        typed |= dict.fromkeys(("measure.accuracy", "measure.latency", "measure.memory"), False)
+    recipe = override(load_recipe(recipe_path) if recipe_path else Recipe(), typed)
+    if recipe.model is None:
+        raise InputError(
+            "no model was named",
+            where="quantize",
+            allowed="a folder, 'demo', a well-known name, a Hub name, or a recipe with the key 'model'",
+            next_step="'quantkit quantize demo' tries it on the embedded model",
+        )
+    finished = run(
+        recipe,
+        output=output,
+        force=force,
+        keeps_checkpoint=keeps_checkpoint,
+        trust_remote_code=trust_remote_code,
+    )
+    document = report_json(finished.report)
+    if as_json:
+        return json.dumps({"artifact": str(finished.folder), **document}, indent=2)
+    print_page(quantization_page(document))
+    return f"artifact: {finished.folder}\nreport:   {finished.folder / 'report.md'}"
+
+
+def generate(
+    *,
+    folder: Path,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    threads: int | None,
+    as_json: bool,
+) -> Iterator[str]:
+    """The pieces of text that `quantkit generate` prints, as they are made."""
+    from quantkit.runtime.generate import Sampling, check_sampling, generate  # noqa: PLC0415
+    from quantkit.runtime.session import open_decoder  # noqa: PLC0415
+    from quantkit.runtime.text import open_text  # noqa: PLC0415
+
+    if max_new_tokens < 1:
+        raise InputError(f"{max_new_tokens}", where="--max-new-tokens", allowed="1 or more")
+    settings = Sampling(**sampling)
+    check_sampling(settings)
+    decoder, text = open_decoder(folder, threads=threads), open_text(folder)
+    ids = [text.encode(prompt) for prompt in prompts]
+    made: list[list[int]] = [[] for _ in ids]
+    shown = prompts[0]
+    streams = len(ids) == 1 and not as_json
+    if streams:
+        yield shown
+    for tokens in generate(
+        decoder, ids, max_new_tokens=max_new_tokens, sampling=settings, stop_ids=text.stop_ids
+    ):
+        for row, token in zip(made, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+        if streams:
+            # The whole answer is decoded again, because one character may take several tokens.
+            decoded = text.decode(made[0])
+            if not decoded.endswith("\ufffd"):
+                yield decoded[len(shown) - len(prompts[0]) :]
+                shown = prompts[0] + decoded
+    if as_json:
+        answers = [
+            {"prompt": prompt, "text": text.decode(row), "tokens": row}
+            for prompt, row in zip(prompts, made, strict=True)
+        ]
+        yield json.dumps(answers, indent=2) + "\n"
+    elif streams:
+        yield "\n"
+    else:
+        for number, (prompt, row) in enumerate(zip(prompts, made, strict=True), 1):
+            yield f"[{number}] {prompt}{text.decode(row)}\n"
 
 
 def _whole(flag: str, text: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from quantkit.quantizers.apply import quantized_parts, weight_name
 from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
 from quantkit.schemes import SCHEMES
-from quantkit.tensor_records import Checkpoint, Contents, contents_of
+from quantkit.tensor_records import Contents, TensorSpec, contents_of
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.safetensors"
@@ -48,6 +48,7 @@ class Exported:
     contents: Contents
     placement: Placement
     planned_bytes: int
+    bytes_per_token: int  # of weights that one decoded token reads
 
     @property
     def path(self) -> Path:
@@ -128,7 +129,8 @@ def write_model(
         folder=folder,
         contents=contents,
         placement=check_model(folder / MODEL_FILE, plan),
-        planned_bytes=planned_bytes(contents),
+        planned_bytes=planned_bytes(contents.tensors()),
+        bytes_per_token=bytes_per_token(contents),
     )
 
 
@@ -138,10 +140,24 @@ def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **o
     return write_model(model_map, plan, source, folder, **options)
 
 
-def planned_bytes(contents: Contents) -> int:
-    """Bytes that the tensors take, from their shapes alone."""
+def planned_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes that tensors take, from their shapes alone."""
     width = {"F32": 4, "I8": 1, "U8": 1}
-    return sum(math.prod(spec.shape) * width[spec.dtype] for spec in contents.tensors())
+    return sum(math.prod(spec.shape) * width[spec.dtype] for spec in specs)
+
+
+def bytes_per_token(contents: Contents) -> int:
+    """Every weight but the tables: of those a token reads one row. A float head reads the table it shares."""
+    heads = {pack.table for pack in contents.packs if pack.table}
+    tables = [entry for entry in contents.tables if entry.table.name not in heads]
+    return planned_bytes(contents.tensors()) - planned_bytes(
+        spec for entry in tables for spec in entry.tensors()
+    )
+
+
+def reference_size(model_map: ModelMap) -> int:
+    """Bytes of the model in float32."""
+    return 4 * model_map.num_parameters
 
 
 def _describe(

@@ -196,7 +196,7 @@ def _pack(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, 
         joins = layer.role in PACKED_ROLES and layer.block and not layer.is_cross_attention
         key = (layer.block, grids[layer.name], layer.in_features) if joins else layer.name
         groups.setdefault(key, []).append(layer)
-    packs = []
+    packs: list[Pack] = []
     for members in groups.values():
         roles = tuple(member.role for member in members)
         whole = [members] if roles == PACKED_ROLES or len(members) == 1 else [[each] for each in members]

@@ -1,1 +1,1 @@
-"""Measuring accuracy, speed and memory of anything that can be called; it knows neither torch nor onnxruntime."""
+"""Measuring accuracy, speed and memory of anything that can be called, without torch or onnxruntime."""

@@ -45,7 +45,9 @@ class Window:
 
 def windows(num_tokens: int, *, window: int, stride: int) -> Iterator[Window]:
     """The windows of a text; they end with the one that reaches its last token."""
-    if window < 2 or not 1 <= stride < window:  # a stride of a whole window leaves its first token unpredicted
+    if (
+        window < 2 or not 1 <= stride < window
+    ):  # a stride of a whole window leaves its first token unpredicted
         raise InputError(
             f"window {window} with stride {stride}",
             where="accuracy",
@@ -98,21 +100,22 @@ def measure_accuracy(
                 where="accuracy",
                 next_step="compare a model with the one that it was made from",
             )
+        count, first = each.end - each.first_target, each.first_target
         step = max(1, CHUNK_VALUES // reference_SV.shape[1])
-        for start in range(0, len(reference_SV), step):
-            place = slice(each.first_target - 1 + start, each.first_target - 1 + start + step)
-            place = slice(place.start, min(place.stop, each.end - 1))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            place = slice(first - 1 + start, first - 1 + stop)  # prediction i is of token i + 1
             chunk = _compare(
-                reference_SV[start : start + step],
-                quantized_SV[start : start + step],
-                ids[place.start + 1 : place.stop + 1],
-                first_target=place.start + 1,
+                reference_SV[start:stop],
+                quantized_SV[start:stop],
+                ids[first + start : first + stop],
+                first_target=first + start,
             )
             nll_T["reference"][place], nll_T["quantized"][place] = chunk.reference_nll, chunk.quantized_nll
             kl_T[place], is_same_T[place] = chunk.kl, chunk.is_same_top1
             largest_logit = max(largest_logit, chunk.largest_logit)
             largest_difference = max(largest_difference, chunk.largest_difference)
-        progress(each.end - each.first_target)
+        progress(count)
     difference, difference_error = _mean_and_error(nll_T["quantized"] - nll_T["reference"])
     kl_divergence, kl_standard_error = _mean_and_error(kl_T)
     perplexity = {name: _perplexity(values, name) for name, values in nll_T.items()}
@@ -170,7 +173,7 @@ def _compare(reference_SV: Floats, quantized_SV: Floats, targets_S: Ints, *, fir
                 f"the {name} model's logits for token {first_target + int(is_finite_S.argmin())} are "
                 "infinite or no numbers",
                 where="accuracy",
-                next_step="overflow in half precision or damaged weights do this; start from a sound checkpoint",
+                next_step="half precision overflowed or weights are damaged; start from a sound checkpoint",
             )
         if name == "reference":
             largest_logit = float(max(abs(highest_S).max(), abs(lowest_S).max()))

@@ -36,7 +36,7 @@ class Placement:
 
 
 def check_model(path: Path, plan: Plan) -> Placement:
-    """Read the graph back, without its external weights; a planned projection that is not there is an error."""
+    """Read the graph back, without external weights; a planned projection that is not there is an error."""
     model = onnx.load(str(path), load_external_data=False)
     shapes = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in model.graph.initializer}
     properties = {entry.key: entry.value for entry in model.metadata_props}

@@ -52,34 +52,32 @@ class Shared:
 
 def rotates_inside(facts: Attention) -> bool:
     """Whether the attention operator can rotate queries and keys itself: it wants whole vector registers."""
-    return bool(facts.rotary_dim) and facts.head_dim % 16 == 0 and facts.rotary_dim % 16 == 0
+    return bool(facts.rotary_dim and facts.head_dim % 16 == 0 and facts.rotary_dim % 16 == 0)
 
 
 def why_not(model_map: ModelMap) -> str | None:
     """Why this model cannot be emitted directly, or None when it can."""
-    if model_map.family is None:
-        return "its family has no row in the table"
-    if model_map.is_encoder_decoder or any(block.stack != "decoder" for block in model_map.blocks):
-        return "it has an encoder"
-    if not any(layer.role is Role.LM_HEAD for layer in model_map.layers):
-        return "it has no language-model head"
-    if model_map.unmapped:
-        return f"'{model_map.unmapped[0].name}' is a parameter of no known kind"
-    for block in model_map.blocks:
-        attention = block.attentions[0]
-        if attention.position not in (PositionKind.LEARNED, PositionKind.ROPE):
-            return f"its positions are of kind {attention.position}"
-        if block.calls > 1:
-            return "its blocks are shared"
-        if block.ffn is None or block.ffn.activation not in operators.ACTIVATION_OPS:
-            return "its FFN has an activation without a fused operator"
+    attentions = [attention for block in model_map.blocks for attention in block.attentions]
+    positions = {attention.position for attention in attentions} - {PositionKind.LEARNED, PositionKind.ROPE}
+    curves = {block.ffn.activation if block.ffn else None for block in model_map.blocks}
     strays = [
         layer.name
         for layer in model_map.layers
         if layer.role is Role.OTHER and not layer.name.endswith(OPT_PROJECTIONS)
     ]
     strays += [norm.name for norm in model_map.norms if norm.place in (NormPlace.EMBEDDING, NormPlace.OTHER)]
-    return f"'{strays[0]}' has no place in a fused graph" if strays else None
+    strays += [parameter.name for parameter in model_map.unmapped]
+    has_encoder = any(block.stack != "decoder" for block in model_map.blocks)
+    reasons = {
+        "its family has no row in the table": model_map.family is None,
+        "it has an encoder": model_map.is_encoder_decoder or has_encoder,
+        "it has no language-model head": all(layer.role is not Role.LM_HEAD for layer in model_map.layers),
+        f"its positions are of kind {', '.join(positions)}": bool(positions),
+        "its blocks are shared": any(block.calls > 1 for block in model_map.blocks),
+        "its FFN has an activation without a fused operator": not curves <= set(operators.ACTIVATION_OPS),
+        f"'{strays[0] if strays else ''}' has no place in a fused graph": bool(strays),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def emit_decoder(
@@ -233,7 +231,7 @@ class _Decoder:
     def attention(self, index: int, block: Block, x: str, shared: Shared) -> str:
         graph, facts = self.graph, block.attentions[0]
         query, key, value = self.query_key_value(block, x, shared)
-        cache = ["batch", facts.num_kv_heads, "past", facts.head_dim]
+        cache: list[int | str] = ["batch", facts.num_kv_heads, "past", facts.head_dim]
         pasts = [
             graph.input(f"past_key_values.{index}.{kind}", TensorProto.FLOAT, cache)
             for kind in ("key", "value")
@@ -253,7 +251,7 @@ class _Decoder:
             query, key, value, *pasts, shared.lengths, shared.total, cosine, sine, "", shared.bias,
             name=f"{block.name}/attention", domain=CONTRIB, wanted=(True,) * 3, **attributes,
         )  # fmt: skip
-        present = ["batch", facts.num_kv_heads, "total", facts.head_dim]
+        present: list[int | str] = ["batch", facts.num_kv_heads, "total", facts.head_dim]
         for kind, made in (("key", present_key), ("value", present_value)):
             graph.output(made, f"present.{index}.{kind}", TensorProto.FLOAT, present)
         return self.project(block, Role.ATTENTION_OUT, attended)

@@ -77,7 +77,13 @@ HEADS: dict[str, Heads] = {
         widening="encoder.embedding_hidden_mapping_in",
     ),
 }
-TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model")
+TASKS = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "Model",
+)
 
 
 def why_not_encoder(model_map: ModelMap) -> str | None:
@@ -203,9 +209,7 @@ class _Encoder:
         graph = self.graph
         tables = {entry.table.kind: entry for entry in self.contents.tables}
         words = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids, self.contents)
-        places = operators.lookup(
-            graph, tables[EmbeddingKind.POSITION], self.positions(ids), self.contents
-        )
+        places = operators.lookup(graph, tables[EmbeddingKind.POSITION], self.positions(ids), self.contents)
         if EmbeddingKind.TOKEN_TYPE in tables:
             kinds = self.token_types(tables[EmbeddingKind.TOKEN_TYPE])
             places = graph.op("Add", places, kinds)
@@ -283,18 +287,38 @@ class _Encoder:
         graph, heads, task = self.graph, self.heads, _task_of(self.model_map)
         rows = ["batch", "sequence"]
         if task == "Model":
-            graph.output(x, "last_hidden_state", TensorProto.FLOAT, [*rows, self.model_map.hidden_size or "hidden"])
+            graph.output(
+                x, "last_hidden_state", TensorProto.FLOAT, [*rows, self.model_map.hidden_size or "hidden"]
+            )
             if heads.pooler and any(_is_called(layer, heads.pooler) for layer in self.model_map.layers):
                 pooled = self.first("last_hidden_state", ((heads.pooler, "Tanh"),))
-                graph.output(pooled, "pooler_output", TensorProto.FLOAT, ["batch", self.model_map.hidden_size or "hidden"])
+                graph.output(
+                    pooled,
+                    "pooler_output",
+                    TensorProto.FLOAT,
+                    ["batch", self.model_map.hidden_size or "hidden"],
+                )
         elif task == "ForMaskedLM":
-            graph.output(self.vocabulary(x), "logits", TensorProto.FLOAT, [*rows, self.model_map.vocab_size or "vocabulary"])
+            graph.output(
+                self.vocabulary(x),
+                "logits",
+                TensorProto.FLOAT,
+                [*rows, self.model_map.vocab_size or "vocabulary"],
+            )
         elif task == "ForSequenceClassification":
             graph.output(self.first(x, heads.classifier), "logits", TensorProto.FLOAT, ["batch", "labels"])
         elif task == "ForTokenClassification":
-            graph.output(self.project(self.named("classifier"), x), "logits", TensorProto.FLOAT, [*rows, "labels"])
+            graph.output(
+                self.project(self.named("classifier"), x), "logits", TensorProto.FLOAT, [*rows, "labels"]
+            )
         else:
-            both = graph.ops("Split", self.project(self.named("qa_outputs"), x), wanted=(True, True), axis=-1, num_outputs=2)
+            both = graph.ops(
+                "Split",
+                self.project(self.named("qa_outputs"), x),
+                wanted=(True, True),
+                axis=-1,
+                num_outputs=2,
+            )
             for made, name in zip(both, ("start_logits", "end_logits"), strict=True):
                 graph.output(graph.op("Squeeze", made, graph.integers(-1)), name, TensorProto.FLOAT, rows)
 

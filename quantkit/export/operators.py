@@ -7,6 +7,8 @@ https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from onnx import TensorProto
 
@@ -145,5 +147,5 @@ def activation(graph: Graph, kind: Activation, x: str, *, name: str) -> str:
             next_step="this architecture goes through the tracing exporter",
         )
     op_type, domain = ACTIVATION_OPS[kind]
-    extra = {"alpha": 1.0} if kind is Activation.SILU else {}
+    extra: dict[str, Any] = {"alpha": 1.0} if kind is Activation.SILU else {}
     return graph.op(op_type, x, name=f"{name}/activation", domain=domain, **extra)

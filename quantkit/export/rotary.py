@@ -86,8 +86,9 @@ def _yarn(
 
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
-        both = mscale and mscale_all
-        attention_factor = magnitude(mscale) / magnitude(mscale_all) if both else magnitude(1.0)
+        attention_factor = (
+            magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+        )
     return Rotation(
         frequencies=(plain / factor * ramp + plain * (1 - ramp)).astype(np.float32), factor=attention_factor
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from quantkit.model.configs import ModelConfig
 from quantkit.model.family_records import CROSS, HEAD, Family, Stack, read_fact
-from quantkit.records import FFN_ROLES, NormPlace, Role
+from quantkit.records import FFN_ROLES, NormPlace, NormPlacement, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +125,10 @@ def norm_place(walk: Walk, name: str, place: Place | None) -> NormPlace:
         return NormPlace.FINAL if HEAD in fed else NormPlace.EMBEDDING
     if place.inner in place.stack.query_key_norms:
         return (NormPlace.QUERY, NormPlace.KEY)[place.stack.query_key_norms.index(place.inner)]
+    return _place_in_block(walk, place, walk.family)
+
+
+def _place_in_block(walk: Walk, place: Place, family: Family) -> NormPlace:
     norms = read_fact(place.stack.norms, walk.config.raw)
     names = list(norms)
     if place.inner not in norms:
@@ -133,9 +137,8 @@ def norm_place(walk: Walk, name: str, place: Place | None) -> NormPlace:
         before = _fed_part(place.stack, norms[names[names.index(place.inner) - 1]])
         return NormPlace.AFTER_ATTENTION if before is NormPlace.BEFORE_ATTENTION else NormPlace.AFTER_FFN
     part = _fed_part(place.stack, norms[place.inner])
-    if part is NormPlace.BEFORE_FFN and read_fact(walk.family.placement, walk.config.raw) == "post":
-        return NormPlace.AFTER_ATTENTION
-    return part
+    is_post = read_fact(family.placement, walk.config.raw) is NormPlacement.POST
+    return NormPlace.AFTER_ATTENTION if is_post and part is NormPlace.BEFORE_FFN else part
 
 
 def _fed_part(stack: Stack, fed: tuple[str, ...]) -> NormPlace:

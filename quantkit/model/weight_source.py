@@ -83,8 +83,10 @@ def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, s
 def _aliases(model_map: ModelMap) -> Mapping[str, tuple[str, ...]]:
     """Other names under which a checkpoint may store a shared tensor."""
     groups: dict[str, set[str]] = {}
-    for entry in (*model_map.embeddings, *model_map.norms):
-        groups.setdefault(entry.name, set()).update(entry.aliases)
+    for table in model_map.embeddings:
+        groups.setdefault(table.name, set()).update(table.aliases)
+    for norm in model_map.norms:
+        groups.setdefault(norm.name, set()).update(norm.aliases)
     for layer in model_map.layers:
         groups.setdefault(layer.matrix, set()).update(layer.aliases)
         if layer.tied_to:
@@ -120,7 +122,8 @@ def make_fast_tokenizer(source: Source, folder: Path) -> bool:
     ):
         return False
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(source.folder), use_fast=True)
+        loader: Any = transformers.AutoTokenizer
+        tokenizer = loader.from_pretrained(str(source.folder), use_fast=True)
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     except Exception:  # many libraries read tokenizers, and any may be absent; the model works without one
         return False

@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -154,10 +155,10 @@ class _Stream:
                     whole = (name, self.source.read(name).T)
                 stored = whole[1]
                 for start, count in runs_of(layer, step):
-                    yield lambda stored=stored, a=start, n=count: np.ascontiguousarray(stored[a : a + n])
+                    yield partial(_rows, stored, start, count)
             else:
                 for start, count in runs_of(layer, step):
-                    yield lambda name=name, a=start, n=count: self.source.read(name, a, n)
+                    yield partial(self.source.read, name, start, count)
 
     def transposed_codes(self, pack: Pack, grid: Grid, transposed: Mapping[str, bool]) -> Iterator[Part]:
         """Codes as [in, out], which per-channel operators read: the whole pack must be at hand."""
@@ -187,6 +188,10 @@ class _Stream:
             return np.zeros(layer.out_features, np.float32)
         bias = self.source.read(f"{layer.matrix}.bias")
         return np.concatenate([bias[start : start + count] for start, count in runs_of(layer, len(bias))])
+
+
+def _rows(weight_OI: Floats, start: int, count: int) -> Floats:
+    return np.ascontiguousarray(weight_OI[start : start + count])
 
 
 def weight_name(layer: Layer) -> str:

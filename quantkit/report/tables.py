@@ -33,12 +33,13 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What one command prints: lines before, tables, lines after; warnings stand out."""
+    """What one command prints: lines before, tables, lines after; warnings stand out, alarms most."""
 
     head: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
     foot: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()  # results that are worse than they should be
 
 
 def print_page(page: Page) -> None:
@@ -55,6 +56,8 @@ def print_page(page: Page) -> None:
         console.print(Text(line))
     for line in page.warnings:
         console.print(Text(f"warning: {line}", style="bold yellow"))
+    for line in page.alarms:
+        console.print(Text(line, style="bold red"))
 
 
 def _rich(table: Table, width: int) -> RichTable:
@@ -81,6 +84,7 @@ def to_markdown(page: Page) -> str:
         parts.extend(["", f"### {table.title}" if table.title else "", "", *_markdown_rows(table)])
     parts.extend(["", *(f"- {line}" for line in page.foot)])
     parts.extend(f"- **warning:** {line}" for line in page.warnings)
+    parts.extend(f"- **{line}**" for line in page.alarms)
     return "\n".join(parts).strip() + "\n"
 
 

@@ -44,7 +44,7 @@ def probabilities(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np
     if 0 < sampling.top_k < scores.shape[1]:
         kth = np.partition(scores, -sampling.top_k, axis=1)[:, -sampling.top_k, None]
         scores = np.where(scores < kth, -np.inf, scores)
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights: NDArray[np.float64] = np.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
     if sampling.top_p < 1:
         order = np.argsort(-weights, axis=1, kind="stable")
@@ -63,10 +63,11 @@ def choose_tokens(
 ) -> NDArray[np.int64]:
     """The next token of each row."""
     if sampling.temperature == 0:
-        return logits.argmax(axis=1).astype(np.int64)
+        return np.asarray(logits.argmax(axis=1), np.int64)
     cumulative = np.cumsum(probabilities(logits, sampling), axis=1)
     draws = random.random(len(logits))[:, None] * cumulative[:, -1:]
-    return (cumulative <= draws).sum(axis=1).clip(max=logits.shape[1] - 1).astype(np.int64)
+    chosen = (cumulative <= draws).sum(axis=1).clip(max=logits.shape[1] - 1)
+    return np.asarray(chosen, np.int64)
 
 
 def generate(

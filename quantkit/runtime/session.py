@@ -35,7 +35,7 @@ class Decoder:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def physical_cores() -> int:
+def usable_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -45,7 +45,7 @@ def open_session(
 ) -> onnxruntime.InferenceSession:
     """A session; a file that onnxruntime refuses is the caller's wrong input."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or physical_cores()
+    options.intra_op_num_threads = threads or usable_cores()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     if not path.exists():

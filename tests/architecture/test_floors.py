@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.once
 PACKAGE = Path(__file__).parents[2] / "quantkit"
 FLOORS = {
-    0: ("records", "recipe", "machines", "errors"),
+    0: ("records", "recipe", "machines", "errors", "measurements"),
     1: ("plan", "cost"),
     2: ("model", "tensor_records", "grid"),
     3: ("calibrate", "transforms", "quantizers", "checkpoint", "export", "runtime", "evaluate", "report"),
@@ -19,7 +19,13 @@ FLOORS = {
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 WITHIN_FLOOR = {("grid", "tensor_records"), ("tensor_records", "grid"), ("cli", "requests")}
-ALLOWED_BELOW = {("machines", "errors"), ("recipe", "errors"), ("machines", "records"), ("recipe", "records")}
+ALLOWED_BELOW = {
+    ("machines", "errors"),
+    ("recipe", "errors"),
+    ("machines", "records"),
+    ("recipe", "records"),
+    ("measurements", "records"),
+}
 FENCES = {
     "transformers": ("model",),
     "huggingface_hub": ("model",),

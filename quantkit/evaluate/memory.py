@@ -1,0 +1,146 @@
+"""Peak resident memory, and the least time that reading the weights takes.
+
+What a process of its own needed is asked of the operating system after it has ended, which misses no peak.
+One trap lies there: on Linux a child starts with the peak of the process that started it, so a small child of
+a large parent looks large. A tiny interpreter therefore stands between the two. Within a process, a thread
+looks at the memory every few milliseconds and may miss a shorter peak.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+POLL_SECONDS = 0.005
+GB = 1e9
+# Runs the command given, then writes its exit status and peak; wait4 counts KiB on Linux, bytes on macOS.
+LAUNCHER = """
+import json, os, sys
+result, command = sys.argv[1], sys.argv[2:]
+process = os.posix_spawnp(command[0], command, os.environ)
+_, status, usage = os.wait4(process, 0)
+peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+with open(result, "w") as file:
+    json.dump([os.waitstatus_to_exitcode(status), peak], file)
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildRun:
+    """What became of a command."""
+
+    peak_bytes: int
+    seconds: float
+    exit_code: int  # negative: the signal that ended it
+    output: str
+    errors: str
+
+
+def run_and_measure(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> ChildRun:
+    """Run a command to its end; its peak is that of its largest process."""
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+        output, errors, result = (Path(folder) / name for name in ("output", "errors", "result"))
+        # Files and not pipes: a full pipe would stop the child while nobody reads.
+        with output.open("wb") as out, errors.open("wb") as err:
+            start = time.perf_counter()
+            if os.name == "nt":
+                exit_code, peak_bytes = _poll(command, out.fileno(), err.fileno(), environment)
+            else:
+                launch = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(result), *command]
+                subprocess.run(launch, stdout=out, stderr=err, env=environment, check=False)
+            seconds = time.perf_counter() - start
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in (output, errors)]
+        if os.name != "nt":
+            if not result.exists():
+                raise OSError(f"{command[0]} could not be started: {texts[1].strip()}")
+            exit_code, peak_bytes = json.loads(result.read_text(encoding="utf-8"))
+    return ChildRun(
+        peak_bytes=peak_bytes, seconds=seconds, exit_code=exit_code, output=texts[0], errors=texts[1]
+    )
+
+
+def _poll(
+    command: Sequence[str], out: int, err: int, environment: Mapping[str, str] | None
+) -> tuple[int, int]:
+    """Windows keeps a process's peak itself, but only while it lives."""
+    process = psutil.Popen(list(command), stdout=out, stderr=err, env=environment)
+    peak_bytes = 0
+    while process.poll() is None:
+        try:
+            memory = process.memory_info()
+        except psutil.Error:  # it ended between the two calls
+            break
+        peak_bytes = max(peak_bytes, getattr(memory, "peak_wset", memory.rss))
+        time.sleep(POLL_SECONDS)
+    return int(process.wait()), peak_bytes
+
+
+def peak_so_far_bytes() -> int:
+    """The peak of this process since it started; on macOS that of the process that started it may show."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    if os.name == "nt":
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
+    import resource  # noqa: PLC0415 - not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@dataclass(kw_only=True, slots=True)
+class Peak:
+    """Filled while a sampler runs."""
+
+    start_bytes: int
+    peak_bytes: int
+
+    @property
+    def rise_bytes(self) -> int:
+        """Peak above the start."""
+        return self.peak_bytes - self.start_bytes
+
+
+@contextmanager
+def sample_peak(interval_seconds: float = POLL_SECONDS) -> Iterator[Peak]:
+    """Watch this process's memory while the block runs."""
+    process = psutil.Process()
+    now = process.memory_info().rss
+    peak = Peak(start_bytes=now, peak_bytes=now)
+    stop = threading.Event()
+
+    def look() -> None:
+        peak.peak_bytes = max(peak.peak_bytes, process.memory_info().rss)
+
+    def watch() -> None:
+        while not stop.wait(interval_seconds):
+            look()
+
+    thread = threading.Thread(target=watch, name="memory sampler", daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+        look()
+
+
+def floor_ms(*, bytes_read: float, bandwidth_gb_per_s: float) -> float:
+    """The least time in which that many bytes can come from memory; 1 GB is 1e9 bytes."""
+    assert bytes_read > 0, bytes_read
+    assert bandwidth_gb_per_s > 0, bandwidth_gb_per_s
+    return bytes_read / (bandwidth_gb_per_s * GB) * 1e3
