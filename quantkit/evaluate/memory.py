@@ -63,7 +63,8 @@ def run_and_measure(command: Sequence[str], *, environment: Mapping[str, str] | 
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (output, errors)]
         if os.name != "nt":
             if not result.exists():
-                raise OSError(f"{command[0]} could not be started: {texts[1].strip()}")
+                reason = (texts[1].strip().splitlines() or ["no reason given"])[-1]
+                raise OSError(f"'{command[0]}' could not be run: {reason}")
             exit_code, peak_bytes = json.loads(result.read_text(encoding="utf-8"))
     return ChildRun(
         peak_bytes=peak_bytes, seconds=seconds, exit_code=exit_code, output=texts[0], errors=texts[1]

@@ -194,7 +194,7 @@ class _Encoder:
 
     def mask(self, mask: str) -> str:
         graph = self.graph
-        if self.style == "mha":
+        if "mha" in self.style:
             return graph.op("Cast", mask, to=TensorProto.INT32)
         shown = graph.op("Cast", mask, to=TensorProto.FLOAT)
         hidden = graph.op("Sub", graph.constant("one", np.array(1, np.float32)), shown)
@@ -264,7 +264,9 @@ class _Encoder:
 
     def add_and_norm(self, block: Block, place: NormPlace, x: str, pending: str) -> str:
         norm = self.norms[(block.name, place)]
-        return operators.add_and_norm(self.graph, norm, self.contents, x, pending, keeps_sum=False)[0]
+        if "sum" not in self.style:
+            return operators.add_and_norm(self.graph, norm, self.contents, x, pending, keeps_sum=False)[0]
+        return operators.norm(self.graph, norm, self.contents, self.graph.op("Sum", x, pending))
 
     def attention(self, block: Block, x: str, seen: str) -> str:
         graph, facts = self.graph, block.attentions[0]
@@ -275,7 +277,7 @@ class _Encoder:
         else:
             parts = [self.project(self.of_role(block, role), x) for role in roles]
         extra = {"scale": facts.scale} if facts.scale is not None else {}
-        weights = ("", seen) if self.style == "mha" else (("", "", seen) if self.style == "bias" else ())
+        weights = ("", seen) if "mha" in self.style else (("", "", seen) if "bias" in self.style else ())
         return graph.op(
             "MultiHeadAttention", *parts, *weights,
             name=f"{block.name}/attention", domain=CONTRIB,

@@ -49,7 +49,8 @@ class Progress:
         self.seconds: dict[str, float] = {}  # of each stage; a repeated one adds up
         self._after_seconds = after_seconds
         self._console = Console(file=file, stderr=file is None, highlight=False)
-        self._draws = not quiet and self._console.is_interactive
+        is_terminal = self._console.file.isatty()  # FORCE_COLOR makes a pipe a terminal in rich's eyes
+        self._draws = not quiet and is_terminal and self._console.is_interactive
         self._writes = not quiet and not self._draws
         self._running: str | None = None
 

@@ -1,0 +1,97 @@
+"""A quantized checkpoint back in torch, as modules that compute with the values its codes stand for.
+
+For checking and not for speed: every weight is what the integers mean, and the input of each product is
+rounded as the runtime rounds it, so that the exported graph and this model differ by float summation alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quantkit.grid import decode, from_bytes
+from quantkit.tensor_records import Checkpoint
+
+LARGEST_CODE = 127
+NUM_UNSIGNED_STEPS = 255
+
+
+def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
+    """Put the checkpoint's values into a torch model of the same architecture, in place."""
+    from quantkit.model.linears import weight_OI  # noqa: PLC0415 - the model's half; everything else is ours
+
+    described = checkpoint.description
+    parents = dict(module.named_modules())
+    tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
+    for pack in described["packs"]:
+        block = pack["grid"]["block"] if pack["grid"] else None
+        values = None if pack["table"] else torch.from_numpy(pack_values(checkpoint, pack))
+        row = 0
+        for layer in pack["layers"]:
+            linear = parents[layer["matrix"]]
+            count = layer["out_features"]
+            if values is not None:
+                with torch.no_grad():
+                    target = weight_OI(linear, layer["stored_as"])
+                    target[_rows(layer["rows"])] = values[row : row + count].to(target.dtype)
+            row += count
+            if pack["grid"] and rounds_inputs and not hasattr(linear, "_rounds_inputs"):
+                linear._rounds_inputs = True  # type: ignore[assignment]
+                linear.register_forward_pre_hook(_rounding(block))
+    for table in described["tables"]:
+        if table["grid"] and table["name"] not in tied:
+            embedding: Any = parents[table["name"]]
+            codes = checkpoint.read(f"{table['name']}.codes")
+            scales = checkpoint.read(f"{table['name']}.scales")
+            with torch.no_grad():
+                values_np = decode(from_bytes(codes), scales, embedding.weight.shape[1])
+                embedding.weight.copy_(torch.from_numpy(values_np))
+    return module
+
+
+def pack_values(checkpoint: Checkpoint, pack: Mapping[str, Any]) -> NDArray[np.float32]:
+    """The weights of a pack as [out, in], whatever grid and layout they are stored in."""
+    name, columns = pack["name"], pack["layers"][0]["in_features"]
+    if pack["grid"] is None:
+        return np.ascontiguousarray(checkpoint.read(f"{name}.weight_IO").T)
+    scales = checkpoint.read(f"{name}.scales")
+    if pack["grid"]["block"] is None:
+        codes_IO = checkpoint.read(f"{name}.codes_IO")
+        return np.ascontiguousarray((codes_IO * scales[None, :]).T)
+    return decode(from_bytes(checkpoint.read(f"{name}.codes")), scales, columns)
+
+
+def _rows(rows: Mapping[str, int]) -> Tensor:
+    starts = [rows["start"] + part * rows["stride"] for part in range(rows["count"])]
+    return torch.cat([torch.arange(start, start + rows["length"]) for start in starts])
+
+
+def _rounding(block: int | None) -> Any:  # noqa: ANN401 - torch's hook
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        first, *rest = inputs
+        return (round_blocks(first, block) if block else round_tensor(first), *rest)
+
+    return hook
+
+
+def round_blocks(x: Tensor, block: int) -> Tensor:
+    """Symmetric INT8 with one scale for each block of the last dimension."""
+    width = x.shape[-1]
+    padded = nn.functional.pad(x, (0, -width % block))
+    blocks = padded.unflatten(-1, (-1, block))
+    scales = blocks.abs().amax(-1, keepdim=True) / LARGEST_CODE
+    rounded = torch.where(scales > 0, (blocks / scales).round() * scales, torch.zeros_like(blocks))
+    return rounded.flatten(-2)[..., :width]
+
+
+def round_tensor(x: Tensor) -> Tensor:
+    """Asymmetric UINT8 with one scale for the whole tensor, zero always representable."""
+    low, high = x.min().clamp(max=0), x.max().clamp(min=0)
+    scale = (high - low) / NUM_UNSIGNED_STEPS
+    zero = (-low / scale).round().clamp(0, NUM_UNSIGNED_STEPS)
+    return ((x / scale).round() + zero).clamp(0, NUM_UNSIGNED_STEPS).sub(zero) * scale

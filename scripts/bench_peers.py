@@ -1,0 +1,375 @@
+#!/usr/bin/env python3
+"""Benchmark quantkit's artifact against its peers on the same random GPT-2 weights.
+
+    python scripts/bench_peers.py                        all of it: docs/benchmarks/peers.md and peers.json
+    python scripts/bench_peers.py --rounds 9
+    python scripts/bench_peers.py --only quantkit-int8_block128,llama.cpp --output /tmp
+
+Each peer gets a virtual environment of its own (pip alone; torch, ten minutes for llama.cpp the first time) under
+--cache. Then every system makes its artifact, and in each round each system in turn, in a fresh process, is timed
+by a file of scripts/peers; the machine's read bandwidth is measured in the same rounds. A peer that cannot be set
+up, or fails later, is a row with the reason. This file holds the order of things and no measurement: those are in
+scripts/peers, one file a peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers import timing
+from peers.page import bars, page
+from peers.systems import (
+    BUILDS,
+    DEFAULT_SCHEME,
+    ENVIRONMENTS,
+    MODELS,
+    PROJECT,
+    SHOWN_VERSIONS,
+    SYSTEMS,
+    System,
+)
+
+PEERS = Path(__file__).resolve().parent / "peers"
+REPOSITORY = PEERS.parent.parent
+NUM_MAKES = 2  # of what is compared by time and memory; the faster counts, on both sides
+
+
+class PeerError(Exception):
+    """A command of a peer failed; the message is the reason that its row shows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A process that ended well."""
+
+    answer: dict[str, Any]
+    seconds: float
+    peak_bytes: int
+    other_share: float  # of all processors, what other processes took meanwhile
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr."""
+    print(f"bench_peers: {text}", file=sys.stderr, flush=True)
+
+
+def busy_seconds() -> float:
+    """What all processes together have computed so far; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def run(command: list[str], log: Path) -> Finished:
+    """Run to the end; stderr goes to the log, whose last line is the reason when it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
+    environment["OMP_NUM_THREADS"] = str(timing.NUM_THREADS)
+    begin, busy = time.perf_counter(), busy_seconds()
+    with log.open("w", encoding="utf-8") as errors:
+        print("$", *command, file=errors, flush=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - begin
+    lines = output.strip().splitlines()
+    if process.returncode:
+        told = [*log.read_text(encoding="utf-8", errors="replace").splitlines()[1:], *lines]
+        reason = next((line.strip() for line in reversed(told) if line.strip()), "no message")
+        raise PeerError(f"{reason[:300]} (exit {process.returncode}, log: {log})")
+    others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
+    try:
+        answer = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        answer = {}
+    return Finished(
+        answer=answer if isinstance(answer, dict) else {},
+        seconds=seconds,
+        peak_bytes=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        other_share=max(0.0, others / seconds / (os.cpu_count() or 1)),
+    )
+
+
+class Workplace:
+    """The cache folder: environments, models, artifacts, logs."""
+
+    def __init__(self, cache: Path) -> None:
+        """Nothing is made yet."""
+        self.cache = cache
+
+    def python(self, environment: str) -> str:
+        """The interpreter of an environment."""
+        if environment == PROJECT:
+            return sys.executable
+        return str(self.cache / "environments" / environment / "bin" / "python")
+
+    def log(self, name: str) -> Path:
+        """Where a command's stderr goes."""
+        return self.cache / "logs" / f"{name}.log"
+
+    def set_up(self, environment: str) -> None:
+        """Install once; a stamp, written last, tells a finished install from an interrupted one."""
+        if environment == PROJECT:
+            return
+        folder, requirements = self.cache / "environments" / environment, ENVIRONMENTS[environment]
+        stamp = folder / f".done-{hashlib.sha256(' '.join(requirements).encode()).hexdigest()[:12]}"
+        if stamp.exists():
+            return
+        say(f"installing {', '.join(requirements)}")
+        if not Path(self.python(environment)).exists():
+            venv.create(folder, with_pip=True)
+        pip = [self.python(environment), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        run([*pip, *requirements], self.log(f"install-{environment}"))
+        if environment in BUILDS:
+            say(f"building {environment} (about 10 minutes)")
+            script = str(PEERS / BUILDS[environment])
+            run([self.python(environment), script, "build", "-"], self.log(f"build-{environment}"))
+        stamp.touch()
+
+    def source(self, model: str) -> Path:
+        """The random weights of a model, made once."""
+        folder = self.cache / "models" / model / "source"
+        if not (folder / "model.safetensors").exists():
+            self.set_up("torch")
+            say(f"making the random weights of {model}")
+            beside = folder.with_name("source.part")
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            run(
+                [self.python("torch"), str(PEERS / "source_models.py"), model, str(beside)],
+                self.log(f"source-{model}"),
+            )
+            beside.rename(folder)
+        return folder
+
+    def folder(self, name: str, model: str) -> Path:
+        """Where a system's artifact of a model lies."""
+        return self.cache / "models" / model / name
+
+    def make(self, name: str, model: str) -> dict[str, float]:
+        """Make an artifact, replacing an older one; its cost."""
+        system, folder = SYSTEMS[name], self.folder(name, model)
+        source = self.folder(system.made_from, model) if system.made_from else self.source(model)
+        shutil.rmtree(folder, ignore_errors=True)
+        if system.environment == PROJECT:
+            flags = ["--scheme", system.variant, "--no-eval", "-o", str(folder), "--force"]
+            command = [self.python(PROJECT), "-m", "quantkit.cli", "quantize", str(source), *flags]
+        else:
+            folder.mkdir(parents=True)
+            script = str(PEERS / system.script)
+            command = [
+                self.python(system.environment),
+                script,
+                "make",
+                system.variant,
+                str(source),
+                str(folder),
+            ]
+        done = run(command, self.log(f"make-{name}-{model}"))
+        return {"seconds": done.seconds, "peak_bytes": done.peak_bytes}
+
+    def versions(self, environment: str) -> list[str]:
+        """Names and versions of the distributions that matter."""
+        names = ("python", *SHOWN_VERSIONS[environment])
+        code = (
+            "import importlib.metadata as m, json, platform, sys; "
+            "print(json.dumps({n: platform.python_version() if n == 'python' else m.version(n) for n in sys.argv[1:]}))"
+        )
+        found = run([self.python(environment), "-c", code, *names], self.log(f"versions-{environment}"))
+        return [f"{name} {version}" for name, version in found.answer.items()]
+
+
+def prepare(place: Workplace, name: str, model: str, made: set[str]) -> dict[str, Any]:
+    """Set a system up for a model; a row with its size and cost, or with the reason why not."""
+    system = SYSTEMS[name]
+    row: dict[str, Any] = {"label": system.label, "reason": None, "times": {}}
+    try:
+        place.set_up(system.environment)
+        place.source(model)
+        for needed in (system.made_from, name):
+            if needed is None or needed in made:
+                continue
+            kept = place.folder(needed, model).with_suffix(".json")
+            needs_making = SYSTEMS[needed].is_fresh or not kept.exists()
+            if needs_making:
+                costs = []
+                for _ in range(NUM_MAKES if SYSTEMS[needed].is_fresh else 1):
+                    say(f"{model}: making {needed}")
+                    costs.append(place.make(needed, model))
+                lowest = {key: min(cost[key] for cost in costs) for key in costs[0]}
+                kept.write_text(json.dumps(lowest), encoding="utf-8")
+            made.add(needed)
+        if system.is_fresh:
+            row["make"] = json.loads(
+                place.folder(name, model).with_suffix(".json").read_text(encoding="utf-8")
+            )
+        files = list(place.folder(name, model).glob(system.files))
+        row["artifact_bytes"] = sum(path.stat().st_size for path in files)
+    except PeerError as error:
+        row["reason"] = str(error)
+        say(f"{model}: {name} cannot take part: {error}")
+    return row
+
+
+def time_once(place: Workplace, name: str, model: str, num_repeats: int) -> Finished:
+    """A process of its own that measures one system and ends."""
+    system: System = SYSTEMS[name]
+    variant, folder = system.variant, str(place.folder(name, model))
+    arguments = [str(PEERS / system.script), "time", variant, folder, MODELS[model], str(num_repeats)]
+    return run([place.python(system.environment), *arguments], place.log(f"time-{name}-{model}"))
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    """Median and range over the rounds, and the rounds themselves."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "rounds": [round(value, 4) for value in values],
+    }
+
+
+def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, repeats: int) -> dict[str, Any]:
+    """Interleaved rounds; the order moves on by one, so that nobody always follows the same neighbour."""
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in rows}
+    bandwidth: list[float] = []
+    largest_share = 0.0
+    for index in range(rounds):
+        say(f"{model}: round {index + 1} of {rounds}")
+        bandwidth.append(
+            run([sys.executable, str(PEERS / "read_bandwidth.py")], place.log("bandwidth")).answer["gb_per_s"]
+        )
+        names = [name for name, row in rows.items() if not row["reason"]]
+        for name in names[index % len(names) :] + names[: index % len(names)] if names else []:
+            try:
+                done = time_once(place, name, model, repeats)
+            except PeerError as error:
+                rows[name]["reason"] = str(error)
+                say(f"{model}: {name} failed: {error}")
+                continue
+            largest_share = max(largest_share, done.other_share)
+            for key, values in done.answer.items():
+                samples[name].setdefault(key, []).append(statistics.median(values))
+    gb_per_s = statistics.median(bandwidth)
+    for name, row in rows.items():
+        if not row["reason"]:
+            row["times"] = {key: summary(values) for key, values in samples[name].items()}
+            row["floor_ms"] = row["artifact_bytes"] / gb_per_s / 1e6
+    return {"bandwidth": bandwidth, "other_share": largest_share}
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        pairs = [
+            line.split(":", 1) for line in cpuinfo.read_text(encoding="utf-8").splitlines() if ":" in line
+        ]
+        facts = {key.strip(): value.strip() for key, value in pairs}
+        wanted = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
+        flags = [flag for flag in wanted if flag in facts.get("flags", "").split()]
+        processor = f"{facts.get('model name', processor)} ({', '.join(flags)})"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    system = f"{platform.system()} {platform.release()}"
+    return {"processor": processor, "cores": os.cpu_count(), "memory_gb": memory / 1e9, "system": system}
+
+
+def bench(place: Workplace, names: list[str], models: list[str], rounds: int, repeats: int) -> dict[str, Any]:
+    """Prepare everything, then measure: nothing is installed or built while something is timed."""
+    parts: dict[str, Any] = {}
+    for model in models:
+        made: set[str] = set()
+        taking_part = [name for name in names if MODELS[model] in SYSTEMS[name].kinds]
+        rows = {name: prepare(place, name, model, made) for name in taking_part}
+        source = place.source(model) / "model.safetensors"
+        parts[model] = {"source_bytes": source.stat().st_size, "systems": rows}
+    default = f"quantkit-{DEFAULT_SCHEME}"
+    if "gpt2" in parts and default in names and not parts["gpt2"]["systems"][default]["reason"]:
+        parts["gpt2"]["bare_peak_bytes"] = place.make(default, "gpt2-tiny")["peak_bytes"]
+    disturbances, bandwidth = [], []
+    for model, part in parts.items():
+        noted = measure(place, model, part["systems"], rounds, repeats)
+        disturbances.append(noted["other_share"])
+        bandwidth += noted["bandwidth"]
+    environments = {SYSTEMS[name].environment: None for name in names}
+    versions = {}
+    for environment in environments:
+        try:
+            versions[environment] = place.versions(environment)
+        except (PeerError, OSError):
+            versions[environment] = []
+    document = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": describe_machine(),
+        "versions": versions,
+        "num_rounds": rounds,
+        "num_repeats": repeats,
+        "num_threads": timing.NUM_THREADS,
+        "num_prompt_tokens": timing.NUM_PROMPT_TOKENS,
+        "num_new_tokens": timing.NUM_NEW_TOKENS,
+        "bandwidth_gb_per_s": summary(bandwidth) if bandwidth else None,
+        "largest_other_share": max(disturbances, default=0.0),
+        "models": parts,
+    }
+    return {**document, "bars": bars(document)}
+
+
+def chosen(text: str | None, allowed: list[str], what: str) -> list[str]:
+    """The named ones, in the table's order."""
+    wanted = set(text.split(",")) if text else set(allowed)
+    if unknown := sorted(wanted - set(allowed)):
+        sys.exit(f"bench_peers: no {what} '{unknown[0]}'; there are: {', '.join(allowed)}")
+    return [name for name in allowed if name in wanted]
+
+
+def main() -> None:
+    """Read the command line, measure, write the page."""
+    default_cache = Path.home() / ".cache" / "quantkit" / "peers"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", metavar="NAME,...", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--models", metavar="NAME,...", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds  [7]")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="passes of a process, after one to warm up  [3]"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=default_cache, help="environments and models  [%(default)s]"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "docs" / "benchmarks", help="[docs/benchmarks]"
+    )
+    parser.add_argument("--json", action="store_true", help="print the document instead of the page")
+    arguments = parser.parse_args()
+    names = chosen(arguments.only, list(SYSTEMS), "system")
+    models = chosen(arguments.models, list(MODELS), "model")
+    place = Workplace(arguments.cache.expanduser().absolute())
+    document = bench(place, names, models, max(1, arguments.rounds), max(1, arguments.repeats))
+    text = json.dumps(document, indent=1) + "\n"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "peers.json").write_text(text, encoding="utf-8")
+    (arguments.output / "peers.md").write_text(page(document), encoding="utf-8")
+    print(text if arguments.json else page(document), end="")
+
+
+if __name__ == "__main__":
+    main()

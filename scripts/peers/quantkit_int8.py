@@ -1,0 +1,63 @@
+"""quantkit's artifact, made by its own command and run by its own session; the variant is the scheme.
+
+The command runs in the project's environment: the one that runs `scripts/bench_peers.py`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import timing
+
+from quantkit.runtime.session import State, open_decoder as open_artifact, open_session, start, step
+
+
+def make(variant: str, source: Path, output: Path) -> None:
+    """What a user types, without the measurements afterwards."""
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit.cli",
+        "quantize",
+        str(source),
+        "--scheme",
+        variant,
+        "--no-eval",
+    ]
+    subprocess.run([*command, "-o", str(output), "--force"], check=True, stdout=sys.stderr)
+
+
+def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing.Feed]:
+    """Fresh caches for each prompt."""
+    decoder = open_artifact(folder, threads=timing.NUM_THREADS)
+    states: list[State] = []
+
+    def clear() -> None:
+        states[:] = [start(decoder, batch=1, capacity=timing.NUM_PROMPT_TOKENS + timing.NUM_NEW_TOKENS)]
+
+    return clear, lambda ids: step(states[0], np.array([ids], np.int64))
+
+
+def open_encoder(variant: str, folder: Path) -> timing.Feed:
+    """One sentence without padding."""
+    session = open_session(folder / "model.onnx", threads=timing.NUM_THREADS)
+    names = {each.name for each in session.get_inputs()}
+
+    def feed(ids: list[int]) -> object:
+        array = np.array([ids], np.int64)
+        feeds = {
+            "input_ids": array,
+            "attention_mask": np.ones_like(array),
+            "token_type_ids": np.zeros_like(array),
+        }
+        return session.run(None, {name: value for name, value in feeds.items() if name in names})
+
+    return feed
+
+
+if __name__ == "__main__":
+    timing.main(make=make, open_decoder=open_decoder, open_encoder=open_encoder)

@@ -1,0 +1,187 @@
+"""Every decoder family, exported and run for real: the fused graph is the model, in float and in INT8.
+
+The oracle of the float graph is transformers itself. That of the INT8 graph is the quantized checkpoint
+read back into transformers' modules with inputs rounded as the operators round them.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from exporting import NOTHING, build_tiny, error, export
+
+from quantkit.checkpoint import open_checkpoint
+from quantkit.export.emit import why_not
+from quantkit.fake_quant import fake_quantize
+from quantkit.model.families import FAMILIES
+from quantkit.model.inspect import map_module
+from quantkit.runtime.session import all_logits, open_decoder, start, step
+
+DECODERS = (
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+)
+CASES = [
+    pytest.param(name, {**FAMILIES[name].tiny, **variant}, id=f"{name}-{number}")
+    for name in DECODERS
+    for number, variant in enumerate(({}, *FAMILIES[name].variants))
+]
+# Head sizes that the attention operator rotates itself; the tiny configs are rotated apart.
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
+CASES += [
+    pytest.param(name, {**FAMILIES[name].tiny, **WIDE}, id=f"{name}-wide")
+    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+]
+CASES.append(
+    pytest.param(
+        "gpt_neox",
+        {**FAMILIES["gpt_neox"].tiny, "hidden_size": 256, "rotary_pct": 0.25},
+        id="gpt_neox-wide",
+    )
+)
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}
+CASES += [
+    pytest.param("llama", {**FAMILIES["llama"].tiny, **WIDE, "rope_scaling": scaling}, id=f"llama-{kind}")
+    for kind, scaling in SCALINGS.items()
+]
+IDS = np.random.default_rng(0).integers(1, 60, (2, 20))
+PROMPT = 12
+PADDING = 5
+
+
+def build(name, sizes):
+    return build_tiny(FAMILIES[name].tiny_class, sizes)
+
+
+def original_logits(model, ids):
+    with torch.inference_mode():
+        return model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
+
+
+def one_by_one(decoder, ids, mask=None):
+    """Logits of the prompt's last position and of each later token, through the cache."""
+    state = start(decoder, batch=len(ids), capacity=ids.shape[1])
+    made = [step(state, ids[:, :PROMPT], None if mask is None else mask[:, :PROMPT])]
+    made += [step(state, ids[:, place : place + 1]) for place in range(PROMPT, ids.shape[1])]
+    return np.stack(made, axis=1)
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES)
+def test_the_float_graph_is_the_model(name, sizes, tmp_path):
+    model = build(name, sizes)
+    model.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
+    decoder = open_decoder(tmp_path / "out", threads=1)
+    wanted = original_logits(model, IDS)
+    for made, expected in (
+        (all_logits(decoder, IDS), wanted),
+        (one_by_one(decoder, IDS), wanted[:, PROMPT - 1 :]),
+    ):
+        assert error(made, expected).relative < 1e-5
+        assert error(made, expected).absolute < 1e-4
+    mask = np.ones_like(IDS)
+    mask[1, :PADDING] = 0
+    alone = original_logits(model, IDS[1:, PADDING:])
+    prompt, decoded = all_logits(decoder, IDS, mask), one_by_one(decoder, IDS, mask)
+    for made, expected in (
+        (prompt[0], wanted[0]),
+        (prompt[1, PADDING:], alone[0]),
+        (decoded[0], wanted[0, PROMPT - 1 :]),
+        (decoded[1], alone[0, PROMPT - 1 - PADDING :]),
+    ):
+        assert error(made, expected).relative < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "scheme"),
+    [
+        pytest.param(*case.values, scheme, id=f"{case.id}-{scheme}")
+        for scheme, cases in (
+            ("int8_block32", CASES),
+            ("int8_block128", CASES[:4]),
+            ("int8_channel", CASES[:4]),
+        )
+        for case in cases
+    ],
+)
+def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
+    model = build(name, sizes)
+    model.save_pretrained(tmp_path / "model")
+    exported = export(tmp_path / "model", tmp_path / "out", scheme=scheme)
+    assert set(exported.placement.projections) == {
+        layer.name for layer in map_module(model, name=name).layers
+    }
+    decoder = open_decoder(tmp_path / "out", threads=1)
+    checkpoint = open_checkpoint(tmp_path / "out" / "weights.safetensors")
+    original = original_logits(model, IDS[:1])
+    fake = original_logits(fake_quantize(copy.deepcopy(model), checkpoint), IDS[:1])
+    made = all_logits(decoder, IDS[:1])
+    # A value on the border of two codes may round either way, and later layers carry that on.
+    assert error(made, fake).relative < 2e-2
+    assert np.abs(made - fake).mean() < 0.5 * np.abs(made - original).mean() + 1e-6
+    assert 1e-4 < error(made, original).relative < 0.1, "the quantization shows, and is small"
+
+
+@pytest.mark.parametrize("scheme", ["int8_block32", "int8_block128"])
+def test_a_row_does_not_depend_on_its_batch_or_on_the_cache(scheme, tmp_path):
+    model = build("llama", {**FAMILIES["llama"].tiny, **WIDE})
+    model.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", scheme=scheme)
+    decoder = open_decoder(tmp_path / "out", threads=1)
+    mask = np.ones_like(IDS)
+    mask[1, :PADDING] = 0
+    together, alone = all_logits(decoder, IDS, mask), all_logits(decoder, IDS[:1])
+    cached = one_by_one(decoder, IDS, mask)
+    for made, expected in ((together[:1], alone), (cached[:1], alone[:, PROMPT - 1 :])):
+        assert error(made, expected).relative < 1e-3
+        assert (made.argmax(-1) == expected.argmax(-1)).all()
+    short = all_logits(decoder, IDS[1:, PADDING:])
+    # Left padding turns rotary angles as a whole, which changes their rounding and so a few codes.
+    assert error(together[1:, PADDING:], short).relative < 2e-2
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(DECODERS)))
+def test_what_is_no_such_decoder_says_why(name):
+    model = build_tiny(FAMILIES[name].tiny_class, dict(FAMILIES[name].tiny))
+    assert why_not(map_module(model, name=name))
+
+
+def test_a_half_planned_attention_is_exported_apart(tmp_path):
+    """Keys and values of grouped heads can be too small for the rule while queries are not."""
+    model = build("llama", {**FAMILIES["llama"].tiny, **WIDE, "intermediate_size": 256})
+    model.save_pretrained(tmp_path / "model")
+    exported = export(tmp_path / "model", tmp_path / "out", min_dim=200)
+    assert exported.placement.num_integer_nodes == 6  # three FFN projections of two blocks
+    decoder = open_decoder(tmp_path / "out", threads=1)
+    assert error(all_logits(decoder, IDS), original_logits(model, IDS)).relative < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_checkpoints_mean_their_float_values(dtype, tmp_path):
+    model = build_tiny("GPT2LMHeadModel", dict(FAMILIES["gpt2"].tiny), dtype=dtype)
+    model.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
+    made = all_logits(open_decoder(tmp_path / "out", threads=1), IDS)
+    assert error(made, original_logits(model.float(), IDS)).relative < 1e-5

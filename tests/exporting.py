@@ -1,0 +1,62 @@
+"""What tests of exported models share: tiny checkpoints of every family, written and opened for real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from quantkit.model.inspect import inspect
+from quantkit.model.load import open_source
+from quantkit.model.weight_source import open_weights
+from quantkit.plan import choose
+from quantkit.stages import NOTHING, Exported, write_companions, write_model
+
+
+def build_tiny(tiny_class: str, sizes: dict, *, spread: float = 0.1, dtype=torch.float32):
+    """A random model whose biases and gains are random too, so that none of them can go missing."""
+    torch.manual_seed(0)
+    model_class = getattr(transformers, tiny_class)
+    model = model_class(model_class.config_class(**sizes, attn_implementation="eager")).eval()
+    for parameter in model.parameters():
+        parameter.data += spread * torch.randn_like(parameter)
+    return model.to(dtype)
+
+
+def export(folder: Path, out: Path, *, scheme: str = "int8_block32", min_dim: int = 1, **options) -> Exported:
+    """Quantize and export a checkpoint folder; `min_dim=NOTHING` leaves everything in float."""
+    out.mkdir(parents=True, exist_ok=True)
+    source = open_source(str(folder))
+    model_map = inspect(str(folder))
+    weights = open_weights(source, model_map, random_weights=False)
+    settings = {"fit": "rtn", "target_name": "cpu", "single_file_bytes": 64 << 20, "keeps_checkpoint": True}
+    exported = write_model(
+        model_map,
+        choose(model_map, min_dim=min_dim),
+        weights,
+        out,
+        scheme_name=scheme,
+        **{**settings, **options},
+    )
+    write_companions(source, model_map, out)
+    return exported
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest difference, by itself and beside the largest value."""
+
+    absolute: float
+    relative: float
+
+
+def error(made: np.ndarray, wanted: np.ndarray) -> Error:
+    assert made.shape == wanted.shape
+    difference = float(np.abs(made.astype(np.float64) - wanted).max())
+    return Error(absolute=difference, relative=difference / float(np.abs(wanted).max()))
+
+
+__all__ = ["NOTHING", "build_tiny", "error", "export"]
