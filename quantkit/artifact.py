@@ -38,8 +38,10 @@ def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
         raise _cannot_write(output, error) from error
     try:
         _lock(lock, output)
-        _recover(output, replaced)
         try:
+            _recover(output, replaced)
+            # Again: a run that ended since, or the recovery, may have put an artifact there.
+            _check_output(output, force=force)
             for leftover in (partial, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
@@ -62,7 +64,7 @@ def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
         finally:
             _recover(output, replaced)
             shutil.rmtree(partial, ignore_errors=True)
-        lock_path.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
     finally:
         lock.close()
 

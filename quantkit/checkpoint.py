@@ -89,7 +89,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             entries = json.loads(file.read(length)) if length < path.stat().st_size else {}
         metadata = entries.pop("__metadata__", {})
         version = int(metadata.get("format_version", 0)) if metadata.get("format") == "quantkit" else 0
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"not a safetensors file ({error})", where=str(path)) from error
     if not 1 <= version <= FORMAT_VERSION:
         raise InputError(
@@ -98,14 +98,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
             allowed=f"format 'quantkit', version 1 to {FORMAT_VERSION}",
             next_step="write it again with 'quantkit quantize', or update quantkit",
         )
-    slots = {
-        name: Slot(
-            spec=TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"])),
-            offset=8 + length + entry["data_offsets"][0],
-            length=entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
-        for name, entry in entries.items()
-    }
+    try:
+        slots = {name: _slot(name, entry, start=8 + length) for name, entry in entries.items()}
+        description = json.loads(metadata["quantkit"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise InputError(f"its header is damaged ({error!r})", where=str(path)) from error
     if any(slot.offset + slot.length > path.stat().st_size for slot in slots.values()):
         raise InputError("the file is shorter than its header says", where=str(path))
-    return Checkpoint(path=path, slots=slots, description=json.loads(metadata["quantkit"]))
+    return Checkpoint(path=path, slots=slots, description=description)
+
+
+def _slot(name: str, entry: Mapping[str, Any], *, start: int) -> Slot:
+    spec = TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
+    first, last = entry["data_offsets"]
+    if first < 0 or last - first != _length(spec):
+        raise ValueError(f"the place of '{name}' does not fit its shape")
+    return Slot(spec=spec, offset=start + first, length=last - first)

@@ -154,6 +154,7 @@ class Report:
     has_random_weights: bool = False
     recipe_sha256: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+    notes: tuple[str, ...] = ()  # what could not be measured, and why
 
 
 def kept_projections(plan: Plan) -> tuple[Kept, ...]:

@@ -115,6 +115,7 @@ def run(
             memory=measured.memory,
             placement=(measured.placement,),
             has_random_weights=recipe.random_weights,
+            notes=(*model_map.notes, *measured.notes),
             recipe_sha256=hashlib.sha256(text.encode()).hexdigest(),
             seconds={name: round(seconds, 3) for name, seconds in progress.seconds.items()},
         )

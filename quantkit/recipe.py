@@ -75,7 +75,7 @@ def load_recipe(path: Path) -> Recipe:
         raise InputError(
             f"cannot be read ({error.strerror})", where=str(path), next_step="see recipes/ for examples"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, a date that is none
         raise InputError(
             f"not YAML ({error})", where=str(path), next_step="see recipes/ for examples"
         ) from error
@@ -93,7 +93,10 @@ def _explain(fault: Any) -> str:  # noqa: ANN401 - pydantic's own mapping
     if fault["type"] != "extra_forbidden":
         return f"{name}: {fault['msg']}, got {fault['input']!r}"
     allowed = _keys_at(parents)
-    nearest = difflib.get_close_matches(str(key), allowed, n=1)
+    elsewhere = {field: ".".join((*place, field)) for place in SECTIONS for field in _keys_at(place)}
+    nearest = difflib.get_close_matches(str(key), allowed, n=1) or [
+        elsewhere[field] for field in difflib.get_close_matches(str(key), elsewhere, n=1)
+    ]
     hint = f"; next: did you mean '{nearest[0]}'?" if nearest else ""
     return f"unknown key '{name}'; allowed: {', '.join(allowed)}{hint}"
 

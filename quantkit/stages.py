@@ -195,6 +195,7 @@ def write_companions(source: Source, model_map: ModelMap, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
     if not (folder / TOKENIZER_FILE).exists():
         make_fast_tokenizer(source, folder)
-    settings = genai_config(model_map, stop_ids=sorted(read_stop_ids(folder)), config=config)
+    stop_ids = sorted(each for each in read_stop_ids(folder) if each < (model_map.vocab_size or 0))
+    settings = genai_config(model_map, stop_ids=stop_ids, config=config)
     if settings:
         (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

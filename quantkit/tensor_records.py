@@ -7,16 +7,17 @@ decided from the map and the plan alone, so that sizes and offsets are known bef
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role
+from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role, Rows
 from quantkit.schemes import Grid
 
 DTYPES: dict[str, Any] = {"F32": np.float32, "I8": np.int8, "U8": np.uint8}  # as safetensors spells them
@@ -156,8 +157,13 @@ def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[Tens
     return (codes, _floats(f"{name}.scales", rows, blocks))
 
 
-def contents_of(model_map: ModelMap, plan: Plan, grids: Mapping[str, Grid] | Grid) -> Contents:
-    """What the quantized model holds: planned projections on their grid, tables beside or inside them."""
+def contents_of(
+    model_map: ModelMap, plan: Plan, grids: Mapping[str, Grid] | Grid, *, packs_attention: bool = True
+) -> Contents:
+    """What the quantized model holds: planned projections on their grid, tables beside or inside them.
+
+    Without `packs_attention`, packs are the matrices as the original multiplies them, rows in stored order.
+    """
     planned = {layer.name for layer in plan.layers if layer.quantized}
 
     def grid_of(name: str) -> Grid | None:
@@ -166,7 +172,8 @@ def contents_of(model_map: ModelMap, plan: Plan, grids: Mapping[str, Grid] | Gri
         return grids if isinstance(grids, Grid) else grids[name]
 
     table_grid = grids if isinstance(grids, Grid) else next(iter(grids.values()), Grid(block=32))
-    packs = _pack(model_map, {layer.name: grid_of(layer.name) for layer in model_map.layers})
+    pack = _pack if packs_attention else _pack_as_stored
+    packs = pack(model_map, {layer.name: grid_of(layer.name) for layer in model_map.layers})
     holders = {pack.layers[0].tied_to: pack for pack in packs if pack.layers[0].tied_to and pack.grid}
     tables = []
     for table in model_map.embeddings:
@@ -208,6 +215,34 @@ def _pack(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, 
                 table=None if grids[part[0].name] else part[0].tied_to,
             )
             for part in whole
+        )
+    return tuple(packs)
+
+
+def _pack_as_stored(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, ...]:
+    """Stored matrices, cut only where the grid changes from one run of rows to the next."""
+    packs = []
+    for matrix in model_map.matrices:
+        runs = [
+            replace(layer, rows=Rows(start=start, length=layer.rows.length, stride=layer.rows.length))
+            for layer in model_map.layers
+            if layer.matrix == matrix
+            for start in range(
+                layer.rows.start, layer.rows.start + layer.rows.stride * layer.rows.count, layer.rows.stride
+            )
+        ]
+        runs = [
+            replace(run, out_features=run.rows.length) for run in sorted(runs, key=lambda r: r.rows.start)
+        ]
+        cuts = [list(part) for _, part in itertools.groupby(runs, key=lambda run: grids[run.name])]
+        packs.extend(
+            Pack(
+                name=matrix if len(cuts) == 1 else f"{matrix}[{part[0].rows.start}:]",
+                layers=tuple(part),
+                grid=grids[part[0].name],
+                table=None if grids[part[0].name] else part[0].tied_to,
+            )
+            for part in cuts
         )
     return tuple(packs)
 

@@ -5,11 +5,11 @@
     python scripts/bench_peers.py --rounds 9
     python scripts/bench_peers.py --only quantkit-int8_block128,llama.cpp --output /tmp
 
-Each peer gets a virtual environment of its own (pip alone; torch, ten minutes for llama.cpp the first time) under
---cache. Then every system makes its artifact, and in each round each system in turn, in a fresh process, is timed
-by a file of scripts/peers; the machine's read bandwidth is measured in the same rounds. A peer that cannot be set
-up, or fails later, is a row with the reason. This file holds the order of things and no measurement: those are in
-scripts/peers, one file a peer.
+Each peer gets a virtual environment of its own (pip alone; the first time ten minutes for llama.cpp) under
+--cache. Then every system makes its artifact, and in each round each system in turn, in a fresh process, is
+timed by a file of scripts/peers; the machine's read bandwidth is measured in the same rounds. A peer that
+cannot be set up, or fails later, is a row with the reason. This file holds the order of things and no
+measurement: those are in scripts/peers, one file a peer.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Workplace:
         if environment in BUILDS:
             say(f"building {environment} (about 10 minutes)")
             script = str(PEERS / BUILDS[environment])
-            run([self.python(environment), script, "build", "-"], self.log(f"build-{environment}"))
+            run([self.python(environment), script, "build"], self.log(f"build-{environment}"))
         stamp.touch()
 
     def source(self, model: str) -> Path:
@@ -187,12 +187,21 @@ class Workplace:
         done = run(command, self.log(f"make-{name}-{model}"))
         return {"seconds": done.seconds, "peak_bytes": done.peak_bytes}
 
+    def artifact_bytes(self, name: str, model: str) -> int:
+        """Bytes of the files that hold the model; configs and tokenizers are not counted, for nobody."""
+        folder = self.folder(name, model)
+        files = {path for pattern in SYSTEMS[name].files for path in folder.glob(pattern)}
+        if not files:
+            raise PeerError(f"{folder} holds none of {', '.join(SYSTEMS[name].files)}")
+        return sum(path.stat().st_size for path in files)
+
     def versions(self, environment: str) -> list[str]:
         """Names and versions of the distributions that matter."""
-        names = ("python", *SHOWN_VERSIONS[environment])
+        names = SHOWN_VERSIONS[environment]
         code = (
             "import importlib.metadata as m, json, platform, sys; "
-            "print(json.dumps({n: platform.python_version() if n == 'python' else m.version(n) for n in sys.argv[1:]}))"
+            "found = {name: m.version(name) for name in sys.argv[1:]}; "
+            "print(json.dumps({'python': platform.python_version(), **found}))"
         )
         found = run([self.python(environment), "-c", code, *names], self.log(f"versions-{environment}"))
         return [f"{name} {version}" for name, version in found.answer.items()]
@@ -222,8 +231,7 @@ def prepare(place: Workplace, name: str, model: str, made: set[str]) -> dict[str
             row["make"] = json.loads(
                 place.folder(name, model).with_suffix(".json").read_text(encoding="utf-8")
             )
-        files = list(place.folder(name, model).glob(system.files))
-        row["artifact_bytes"] = sum(path.stat().st_size for path in files)
+        row["artifact_bytes"] = place.artifact_bytes(name, model)
     except PeerError as error:
         row["reason"] = str(error)
         say(f"{model}: {name} cannot take part: {error}")

@@ -47,7 +47,7 @@ class Shared:
     lengths: str  # [batch], int32: index of the last token that each row has cached
     total: str  # scalar, int32
     bias: str  # [batch, 1, sequence, total]
-    positions: str  # [batch, sequence], int64: how many tokens of its row stand before each token
+    positions: str  # [batch, sequence], int64
 
 
 def rotates_inside(facts: Attention) -> bool:
@@ -121,13 +121,14 @@ class _Decoder:
         graph = self.graph
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
-        shared = self.shared(ids, mask)
+        positions = graph.input("position_ids", TensorProto.INT64, ["batch", "sequence"])
+        shared = self.shared(ids, mask, positions)
         residual, pending = self.embed(ids, shared), ""
         for index, block in enumerate(self.model_map.blocks):
             residual, pending = self.block(index, block, residual, pending, shared)
         self.head(residual, pending)
 
-    def shared(self, ids: str, mask: str) -> Shared:
+    def shared(self, ids: str, mask: str, positions: str) -> Shared:
         """Lengths and the padding bias, from the mask alone."""
         graph = self.graph
         total = graph.op("Shape", mask, start=1, end=2)
@@ -145,7 +146,7 @@ class _Decoder:
             lengths=lengths,
             total=scalar,
             bias=graph.op("Expand", row, shape),
-            positions=self.positions(ids, mask),
+            positions=positions,
         )
 
     def embed(self, ids: str, shared: Shared) -> str:
@@ -164,16 +165,6 @@ class _Decoder:
             learned = operators.lookup(graph, tables[EmbeddingKind.POSITION], positions, self.contents)
             x = graph.op("Add", x, learned)
         return x
-
-    def positions(self, ids: str, mask: str) -> str:
-        """How many tokens of its row stand before each token, whatever padding there is."""
-        graph = self.graph
-        counted = graph.op("CumSum", mask, graph.constant("axis_1", np.array(1, np.int64)))
-        length = graph.op("Shape", ids, start=1, end=2)
-        start = graph.op("Neg", length)
-        end = graph.integers(np.iinfo(np.int64).max)
-        current = graph.op("Slice", counted, start, end, graph.integers(1))
-        return graph.op("Max", graph.op("Sub", current, graph.integers(1)), graph.integers(0))
 
     def optional_projection(self, name: str, x: str) -> str:
         found = [pack for layer, pack in self.packs.items() if layer.endswith(name)]
@@ -236,6 +227,7 @@ class _Decoder:
             graph.input(f"past_key_values.{index}.{kind}", TensorProto.FLOAT, cache)
             for kind in ("key", "value")
         ]
+        # No position ids: only differences of angles count, and left padding moves a whole row alike.
         cosine, sine = self.rotation(facts) if rotates_inside(facts) else ("", "")
         attributes: dict[str, Any] = {"num_heads": facts.num_heads, "kv_num_heads": facts.num_kv_heads}
         if facts.scale is not None:
@@ -248,7 +240,8 @@ class _Decoder:
             attributes["do_rotary"] = 1
         attended, present_key, present_value = graph.ops(
             "GroupQueryAttention",
-            query, key, value, *pasts, shared.lengths, shared.total, cosine, sine, "", shared.bias,
+            query, key, value, *pasts, shared.lengths, shared.total, cosine, sine,
+            "", shared.bias,
             name=f"{block.name}/attention", domain=CONTRIB, wanted=(True,) * 3, **attributes,
         )  # fmt: skip
         present: list[int | str] = ["batch", facts.num_kv_heads, "total", facts.head_dim]
@@ -341,5 +334,6 @@ class _Decoder:
         if self.model_map.final_softcap:
             cap = graph.constant("softcap", np.array(self.model_map.final_softcap, np.float32))
             logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)
-        graph.output(logits, "logits", TensorProto.FLOAT, ["batch", "num_logits", pack.out_features])
+        # Declared as one position, by which onnxruntime-genai knows that a prompt yields no more.
+        graph.output(logits, "logits", TensorProto.FLOAT, ["batch", 1, pack.out_features])
         graph.inputs.append(onnx.helper.make_tensor_value_info("num_logits", TensorProto.INT64, [1]))

@@ -13,6 +13,9 @@ from quantkit.records import ModelMap
 
 # Family -> the type that onnxruntime-genai knows it by.
 MODEL_TYPES: dict[str, str] = {
+    "gpt2": "decoder",
+    "opt": "decoder",
+    "gpt_neox": "decoder",
     "llama": "llama",
     "mistral": "mistral",
     "qwen2": "qwen2",
@@ -54,6 +57,7 @@ def genai_config(
                 "inputs": {
                     "input_ids": "input_ids",
                     "attention_mask": "attention_mask",
+                    "position_ids": "position_ids",
                     "past_key_names": "past_key_values.%d.key",
                     "past_value_names": "past_key_values.%d.value",
                 },

@@ -109,7 +109,8 @@ class CheckpointTensors:
 def _widen(raw: NDArray[Any], dtype: str) -> Floats:
     if dtype == "BF16":  # the upper half of a float32: shifting is several times faster than converting
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return raw.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is refused by name
+        return raw.astype(np.float32)
 
 
 def _width(tensor: StoredTensor) -> int:

@@ -47,7 +47,10 @@ def quantized_parts(
     threads: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Part]:
-    """Every tensor of `contents`, in parts and in order; `progress` is told how many weights were done."""
+    """Every tensor of `contents`, in parts and in order.
+
+    `progress` is told how many weights of projections were done; together they are all of them.
+    """
     workers = threads or min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         run = _Stream(pool=pool, depth=workers + 1, source=source, fit=QUANTIZERS[fit], progress=progress)
@@ -96,13 +99,15 @@ class _Stream:
         if pack.grid is None:
             if pack.table is None:
                 yield f"{pack.name}.weight_IO", self.float_IO(pack, transposed)
+            else:
+                self.progress(pack.out_features * pack.in_features)
         elif pack.grid.block is None:
             yield from self.transposed_codes(pack, pack.grid, transposed)
         else:
             scales = []
             for codes, scale in self.ordered(self.encoded(pack, pack.grid, transposed)):
                 scales.append(scale)
-                self.progress(codes.size)
+                self.progress(len(codes) * pack.in_features)  # without the padding
                 yield f"{pack.name}.codes", to_bytes(codes)
             yield f"{pack.name}.scales", np.concatenate(scales)
         if pack.has_bias:
@@ -124,7 +129,6 @@ class _Stream:
 
         for codes, scale in self.ordered(task(start) for start in range(0, rows, step)):
             scales.append(scale)
-            self.progress(codes.size)
             yield f"{name}.codes", to_bytes(codes)
         yield f"{name}.scales", np.concatenate(scales)
 

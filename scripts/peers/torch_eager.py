@@ -1,4 +1,4 @@
-"""PyTorch eager, FP32: the model as transformers runs it, with its own cache and the last position's logits."""
+"""PyTorch eager, FP32: as transformers runs it, with its own cache and the last position's logits."""
 
 from __future__ import annotations
 

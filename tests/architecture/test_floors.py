@@ -10,21 +10,36 @@ import pytest
 pytestmark = pytest.mark.once
 PACKAGE = Path(__file__).parents[2] / "quantkit"
 FLOORS = {
-    0: ("records", "recipe", "machines", "errors", "measurements"),
+    0: ("records", "recipe", "machines", "errors", "measurements", "schemes"),
     1: ("plan", "cost"),
     2: ("model", "tensor_records", "grid"),
-    3: ("calibrate", "transforms", "quantizers", "checkpoint", "export", "runtime", "evaluate", "report"),
-    4: ("pipeline",),
+    3: (
+        "calibrate",
+        "transforms",
+        "quantizers",
+        "checkpoint",
+        "artifact",
+        "fake_quant",
+        "export",
+        "runtime",
+        "evaluate",
+        "report",
+    ),
+    4: ("pipeline", "stages", "measuring", "quantization"),
     5: ("requests", "cli"),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 WITHIN_FLOOR = {("grid", "tensor_records"), ("tensor_records", "grid"), ("cli", "requests")}
+WITHIN_FLOOR |= {("measuring", "pipeline"), ("measuring", "stages")}
+WITHIN_FLOOR |= {("quantization", "measuring"), ("quantization", "stages")}
 ALLOWED_BELOW = {
     ("machines", "errors"),
     ("recipe", "errors"),
     ("machines", "records"),
     ("recipe", "records"),
     ("measurements", "records"),
+    ("schemes", "errors"),
+    ("recipe", "schemes"),
 }
 FENCES = {
     "transformers": ("model",),

@@ -164,9 +164,8 @@ def test_the_table_compares():
 
 
 def test_the_page_says_what_was_done_and_how_it_was_measured():
-    page = page_of(
-        replace(FULL, kept=(Kept(role="attention_out", reason="max(64, 64) = 64 < 768", count=12),))
-    )
+    kept = (Kept(role="attention_out", reason="max(64, 64) = 64 < 768", count=12),)
+    page = page_of(replace(FULL, kept=kept, notes=("no tokenizer came with it",)))
     text = "\n".join((*page.head, *page.foot))
     for fact in (
         "gpt2: int8_block128 for cpu",
@@ -179,6 +178,7 @@ def test_the_page_says_what_was_done_and_how_it_was_measured():
         "Some CPU, 2 cores",
         "Python 3.11.9, onnxruntime 1.31.0",
         "planned 130.0 MB",
+        "note: no tokenizer came with it",
     ):
         assert fact in text
     spread = {(row[0], row[1]): row[2:] for row in page.tables[1].rows}

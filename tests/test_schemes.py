@@ -1,0 +1,42 @@
+"""What a grid says of its size is what its arrays take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantkit.errors import InputError
+from quantkit.grid import encode, largest_magnitude_scales
+from quantkit.schemes import DEFAULT_SCHEME, SCHEMES, Grid, scheme
+
+pytestmark = pytest.mark.once
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(2, 1), (4, 7), (8, 127)])
+def test_the_largest_code_of_each_width(bits, largest):
+    assert Grid(bits=bits).largest == largest
+
+
+@pytest.mark.parametrize("block", [None, 16, 32, 128])
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 96, 128, 130])
+def test_bytes_and_blocks_are_those_of_the_arrays(block, columns):
+    grid = Grid(block=block)
+    weight_OI = np.ones((3, columns), np.float32)
+    scales = largest_magnitude_scales(weight_OI, grid)
+    codes = encode(weight_OI, scales, grid)
+    assert scales.shape == (3, grid.num_blocks(columns))
+    assert grid.num_bytes(3, columns) == codes.nbytes + scales.nbytes
+
+
+def test_four_bits_take_half_the_bytes_of_codes():
+    rows, columns = 5, 64
+    scales = rows * 2 * 4
+    assert Grid(bits=4, block=32).num_bytes(rows, columns) - scales == rows * columns // 2
+
+
+def test_an_unknown_scheme_is_refused_with_all_that_there_are():
+    with pytest.raises(InputError) as caught:
+        scheme("int4_magic")
+    assert "int4_magic" in str(caught.value)
+    assert all(name in str(caught.value) for name in SCHEMES)
+    assert scheme(DEFAULT_SCHEME) is SCHEMES[DEFAULT_SCHEME]
