@@ -27,11 +27,11 @@ LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
     """A folder to write into, which becomes `output` when the block ends without an error."""
     output = output.absolute()
-    _check_output(output, force=force)
     partial = output.parent / f".{output.name}.partial"
     replaced = output.parent / f".{output.name}.replaced"
     lock_path = output.parent / f".{output.name}.lock"
     try:
+        _check_output(output, force=force)
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_path.open("w", encoding="utf-8")
     except OSError as error:

@@ -151,7 +151,9 @@ def quantize(
 
 @app.command()
 def generate(
-    folder: Annotated[Path, typer.Argument(help="a folder that 'quantkit quantize' wrote")],
+    model: Annotated[
+        str, typer.Argument(help="an artifact's folder, or a model, which then runs in float32")
+    ],
     prompts: Annotated[list[str], typer.Argument(help="the beginning of a text; several make a batch")],
     max_new_tokens: Annotated[int, typer.Option(help="tokens to add")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
@@ -162,10 +164,10 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with a quantized model; tokens appear as they are made."""
-    from quantkit import requests  # noqa: PLC0415
+    from quantkit.requests_text import continue_texts  # noqa: PLC0415
 
-    for piece in requests.generate(
-        folder=folder,
+    for piece in continue_texts(
+        model=model,
         prompts=prompts,
         max_new_tokens=max_new_tokens,
         sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},

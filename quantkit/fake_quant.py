@@ -41,7 +41,7 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
                     target[_rows(layer["rows"])] = values[row : row + count].to(target.dtype)
             row += count
             if pack["grid"] and rounds_inputs and not hasattr(linear, "_rounds_inputs"):
-                linear._rounds_inputs = True  # type: ignore[assignment]
+                linear._rounds_inputs = True
                 linear.register_forward_pre_hook(_rounding(block))
     for table in described["tables"]:
         if table["grid"] and table["name"] not in tied:
@@ -83,7 +83,7 @@ def round_blocks(x: Tensor, block: int) -> Tensor:
     """Symmetric INT8 with one scale for each block of the last dimension."""
     width = x.shape[-1]
     padded = nn.functional.pad(x, (0, -width % block))
-    blocks = padded.unflatten(-1, (-1, block))
+    blocks = padded.reshape(*padded.shape[:-1], -1, block)
     scales = blocks.abs().amax(-1, keepdim=True) / LARGEST_CODE
     rounded = torch.where(scales > 0, (blocks / scales).round() * scales, torch.zeros_like(blocks))
     return rounded.flatten(-2)[..., :width]

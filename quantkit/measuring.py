@@ -79,9 +79,10 @@ def measure(subject: Subject, *, progress: Progress) -> Measured:
         quantized = open_decoder(subject.exported.folder, threads=wanted.threads)
         reference = open_decoder(twin.folder, threads=wanted.threads) if twin else None
         accuracy = _accuracy(subject, quantized, reference, progress, notes) if wanted.accuracy else None
-        latency = _latency(subject, quantized, reference, progress) if wanted.latency else None
+        lengths = timed_lengths(wanted, quantized.context)
+        latency = _latency(subject, quantized, reference, lengths, progress) if wanted.latency else None
         del quantized, reference
-        memory = _memory(subject, twin, progress) if wanted.memory else None
+        memory = _memory(subject, twin, lengths, progress) if wanted.memory else None
         return Measured(
             placement=placement,
             accuracy=accuracy,
@@ -187,18 +188,30 @@ def read_text(wanted: Measure) -> tuple[str, str]:
         ) from error
 
 
-def _latency(subject: Subject, quantized: Decoder, reference: Decoder | None, progress: Progress) -> Latency:
+def timed_lengths(wanted: Measure, context: int) -> tuple[int, int]:
+    """(prompt, tokens after it) as asked for, or as much of both as the model's context holds."""
+    decode = min(wanted.decode, context // 2)
+    return min(wanted.prompt, context - decode), decode
+
+
+def _latency(
+    subject: Subject,
+    quantized: Decoder,
+    reference: Decoder | None,
+    lengths: tuple[int, int],
+    progress: Progress,
+) -> Latency:
     wanted = subject.recipe.measure
-    prompt = min(wanted.prompt, quantized.context - wanted.decode)
+    prompt, decode = lengths
     with progress.stage("latency"):
         bandwidth = measure_this_machine().bandwidth_gb_per_s
         return measure_latency(
-            quantized=_runs(quantized, prompt, wanted.decode),
-            reference=_runs(reference, prompt, wanted.decode) if reference else None,
+            quantized=_runs(quantized, prompt, decode),
+            reference=_runs(reference, prompt, decode) if reference else None,
             provider=PROVIDER,
             threads=wanted.threads or usable_cores(),
             prompt_length=prompt,
-            num_decoded=wanted.decode,
+            num_decoded=decode,
             budget=Budget(max_runs=15, max_seconds=wanted.seconds / 2),
             reference_name="the same graph in float32",
             floor_ms_per_token=floor_ms(
@@ -220,13 +233,13 @@ def _runs(decoder: Decoder, prompt: int, decode: int) -> Runs:
     )
 
 
-def _memory(subject: Subject, twin: Exported | None, progress: Progress) -> Memory:
+def _memory(subject: Subject, twin: Exported | None, lengths: tuple[int, int], progress: Progress) -> Memory:
     wanted = subject.recipe.measure
     threads = str(wanted.threads or usable_cores())
 
     def peak(what: str, folder: Path) -> int:
         trial = [sys.executable, "-m", "quantkit.runtime.trial", what, str(folder)]
-        ran = run_and_measure([*trial, str(wanted.prompt), str(wanted.decode), threads])
+        ran = run_and_measure([*trial, *map(str, lengths), threads])
         if ran.exit_code:
             raise RuntimeError(f"the trial run failed: {ran.errors.strip()[-400:]}")
         return ran.peak_bytes

@@ -16,7 +16,7 @@ import quantkit
 from quantkit.artifact import MANIFEST, hash_files, new_artifact
 from quantkit.errors import InputError
 from quantkit.measurements import Report, Size, kept_projections
-from quantkit.measuring import Subject, environment, measure
+from quantkit.measuring import Subject, environment, measure, read_text
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weight_source import open_weights, with_weights
@@ -26,10 +26,17 @@ from quantkit.records import Plan, to_json
 from quantkit.report.progress import Progress
 from quantkit.report.quantization import quantization_page, report_json
 from quantkit.report.tables import to_markdown
-from quantkit.stages import Exported, write_companions, write_model
+from quantkit.schemes import DEFAULT_SCHEME
+from quantkit.stages import Exported, write_companions, write_model, write_reference
 
 RECIPE_FILE = "recipe.yaml"
 HASHED_PACKAGES = ("quantkit-onnx", "torch", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
+FLOAT_OPTIONS: dict[str, Any] = {
+    "scheme_name": DEFAULT_SCHEME,
+    "fit": "rtn",
+    "target_name": "cpu",
+    "single_file_bytes": 64 << 20,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +74,8 @@ def run(
             next_step=f"'quantkit inspect {recipe.model}' lists their sizes; lower --min-dim",
         )
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
+    if recipe.measure.accuracy:
+        read_text(recipe.measure)  # a text that cannot be read is better said now than after the work
     folder = output or Path(f"{source.name.replace('/', '--')}-{recipe.scheme}")
     progress = Progress(quiet=quiet)
     options: dict[str, Any] = {
@@ -122,6 +131,15 @@ def run(
         _write_reports(partial, report)
         _write_manifest(partial, plan, exported, recipe)
     return Finished(folder=folder, report=report)
+
+
+def write_float(model: str, folder: Path) -> None:
+    """The original as a fused float32 graph with its tokenizer, for running beside an artifact."""
+    source = with_weights(open_source(model), random_weights=False)
+    model_map = inspect(model)
+    weights = open_weights(source, model_map, random_weights=False)
+    write_reference(model_map, weights, folder, **FLOAT_OPTIONS)
+    write_companions(source, model_map, folder)
 
 
 def _write_reports(folder: Path, report: Report) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,56 +109,6 @@ def quantize(
         return json.dumps({"artifact": str(finished.folder), **document}, indent=2)
     print_page(quantization_page(document))
     return f"artifact: {finished.folder}\nreport:   {finished.folder / 'report.md'}"
-
-
-def generate(
-    *,
-    folder: Path,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    threads: int | None,
-    as_json: bool,
-) -> Iterator[str]:
-    """The pieces of text that `quantkit generate` prints, as they are made."""
-    from quantkit.runtime.generate import Sampling, check_sampling, generate  # noqa: PLC0415
-    from quantkit.runtime.session import open_decoder  # noqa: PLC0415
-    from quantkit.runtime.text import open_text  # noqa: PLC0415
-
-    if max_new_tokens < 1:
-        raise InputError(f"{max_new_tokens}", where="--max-new-tokens", allowed="1 or more")
-    settings = Sampling(**sampling)
-    check_sampling(settings)
-    decoder, text = open_decoder(folder, threads=threads), open_text(folder)
-    ids = [text.encode(prompt) for prompt in prompts]
-    made: list[list[int]] = [[] for _ in ids]
-    shown = prompts[0]
-    streams = len(ids) == 1 and not as_json
-    if streams:
-        yield shown
-    for tokens in generate(
-        decoder, ids, max_new_tokens=max_new_tokens, sampling=settings, stop_ids=text.stop_ids
-    ):
-        for row, token in zip(made, tokens, strict=True):
-            if token is not None:
-                row.append(token)
-        if streams:
-            # The whole answer is decoded again, because one character may take several tokens.
-            decoded = text.decode(made[0])
-            if not decoded.endswith("\ufffd"):
-                yield decoded[len(shown) - len(prompts[0]) :]
-                shown = prompts[0] + decoded
-    if as_json:
-        answers = [
-            {"prompt": prompt, "text": text.decode(row), "tokens": row}
-            for prompt, row in zip(prompts, made, strict=True)
-        ]
-        yield json.dumps(answers, indent=2) + "\n"
-    elif streams:
-        yield "\n"
-    else:
-        for number, (prompt, row) in enumerate(zip(prompts, made, strict=True), 1):
-            yield f"[{number}] {prompt}{text.decode(row)}\n"
 
 
 def _whole(flag: str, text: str) -> int:

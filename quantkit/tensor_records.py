@@ -123,9 +123,8 @@ class Contents:
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every stored tensor."""
-        found: list[TensorSpec] = []
-        for part in (*self.packs, *self.tables):
-            found.extend(part.tensors())
+        found = [spec for pack in self.packs for spec in pack.tensors()]
+        found += [spec for entry in self.tables for spec in entry.tensors()]
         for norm in self.norms:
             found.append(_floats(f"{norm.name}.weight", norm.features))
             if norm.name in self.norm_biases:
@@ -221,7 +220,7 @@ def _pack(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, 
 
 def _pack_as_stored(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, ...]:
     """Stored matrices, cut only where the grid changes from one run of rows to the next."""
-    packs = []
+    packs: list[Pack] = []
     for matrix in model_map.matrices:
         runs = [
             replace(layer, rows=Rows(start=start, length=layer.rows.length, stride=layer.rows.length))

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.once
 EPS = float(np.finfo(np.float32).eps)
 TINY = 127 * 2.0**-149  # below the normal floats a scale is a whole number of the smallest float
 GRIDS = st.builds(Grid, block=st.sampled_from([None, 1, 3, 16, 32]))
-# Up to 1e38: at the largest float itself, 127 times the rounded scale may not be a float any more.
-VALUES = st.floats(-1e38, 1e38, width=32, allow_subnormal=True) | st.floats(-3, 3, width=32)
+# Up to 2^126: at the largest float itself, 127 times the rounded scale may not be a float any more.
+VALUES = st.floats(-(2.0**126), 2.0**126, width=32, allow_subnormal=True) | st.floats(-3, 3, width=32)
 MATRICES = arrays.arrays(
     np.float32, st.tuples(st.integers(1, 4), st.integers(1, 70)), elements=VALUES, fill=st.just(0.0)
 )

@@ -47,6 +47,7 @@ Steps = tuple[tuple[str, str], ...]  # (projection, the standard operator on its
 class Heads:
     """What one family puts on its blocks; names are those of its projections without the prefix."""
 
+    classes: tuple[str, ...]  # how its classes are called, before the task
     transform: str  # before the vocabulary, followed by the activation and a norm
     classifier: Steps  # what a sequence classifier reads the first position with
     pooler: str | None = None  # tanh of this projection of the first position
@@ -56,21 +57,25 @@ class Heads:
 
 HEADS: dict[str, Heads] = {
     "bert": Heads(
+        classes=("Bert",),
         transform="cls.predictions.transform.dense",
         pooler="pooler.dense",
         classifier=(("pooler.dense", "Tanh"), ("classifier", "")),
     ),
     "roberta": Heads(
+        classes=("Roberta", "XLMRoberta", "Camembert"),
         transform="lm_head.dense",
         pooler="pooler.dense",
         classifier=(("classifier.dense", "Tanh"), ("classifier.out_proj", "")),
         transform_activation=Activation.GELU,
     ),
     "distilbert": Heads(
+        classes=("DistilBert",),
         transform="vocab_transform",
         classifier=(("pre_classifier", "Relu"), ("classifier", "")),
     ),
     "albert": Heads(
+        classes=("Albert",),
         transform="predictions.dense",
         pooler="pooler",
         classifier=(("pooler", "Tanh"), ("classifier", "")),
@@ -121,7 +126,8 @@ def _why_not_block(block: Block) -> str | None:
 
 
 def _task_of(model_map: ModelMap) -> str | None:
-    return next((task for task in TASKS if model_map.architecture.endswith(task)), None)
+    classes = HEADS[model_map.family].classes if model_map.family in HEADS else ()
+    return next((task for task in TASKS for name in classes if model_map.architecture == name + task), None)
 
 
 def _head_projections(heads: Heads, task: str) -> set[str]:

@@ -68,37 +68,28 @@ def _fetch(name: str) -> Path:
 
 def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, seed: int = 0) -> TensorSource:
     """Where the weights come from; no weight is read yet."""
+    row = family_of(model_map.model_type)
+    tensors = {
+        checkpoint_name(name, row[1] if row else None): tensor
+        for name, tensor in build_on_meta(source).state_dict(keep_vars=True).items()
+    }
     if random_weights:
-        module = build_on_meta(source)
-        row = family_of(model_map.model_type)
-        shapes = {
-            checkpoint_name(name, row[1] if row else None): tuple(tensor.shape)
-            for name, tensor in module.state_dict(keep_vars=True).items()
-        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return RandomTensors(shapes=shapes, seed=seed, gain_offset=model_map.norm_gain_offset)
     assert source.folder is not None
-    return open_tensors(source.folder, aliases=_aliases(model_map))
+    return open_tensors(source.folder, aliases=_aliases(tensors))
 
 
-def _aliases(model_map: ModelMap) -> Mapping[str, tuple[str, ...]]:
-    """Other names under which a checkpoint may store a shared tensor."""
-    groups: dict[str, set[str]] = {}
-    for table in model_map.embeddings:
-        groups.setdefault(table.name, set()).update(table.aliases)
-    for norm in model_map.norms:
-        groups.setdefault(norm.name, set()).update(norm.aliases)
-    for layer in model_map.layers:
-        groups.setdefault(layer.matrix, set()).update(layer.aliases)
-        if layer.tied_to:
-            groups.setdefault(layer.tied_to, set()).add(layer.matrix)
-    for table in model_map.embeddings:
-        if table.tied_to:
-            groups.setdefault(table.tied_to, set()).add(table.name)
+def _aliases(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[str, ...]]:
+    """Other names of the same tensor: a checkpoint stores a shared one under any of them."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(id(tensor), []).append(name)
     return {
-        f"{name}.{part}": tuple(f"{other}.{part}" for other in sorted(others))
-        for name, others in groups.items()
-        if others
-        for part in ("weight", "bias")
+        name: tuple(other for other in names if other != name)
+        for names in groups.values()
+        if len(names) > 1
+        for name in names
     }
 
 

@@ -62,7 +62,7 @@ class Progress:
         lock = threading.Lock()
         start = time.perf_counter()
         done = 0
-        verb = "stopped after "
+        is_done = False
         with self._bar(name, total, unit) as show:
 
             def advance(count: int) -> None:
@@ -73,14 +73,14 @@ class Progress:
 
             try:
                 yield advance
-                verb = ""
+                is_done = True
             finally:
                 self._running = None
                 seconds = time.perf_counter() - start
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-                if self._writes:
+                if self._writes and is_done:  # an error says more than how long it took to come
                     counted = f", {amount(done)} {unit}" if done and unit else ""
-                    self._console.print(Text(f"{name}: {verb}{seconds:.1f} s{counted}"), soft_wrap=True)
+                    self._console.print(Text(f"{name}: {seconds:.1f} s{counted}"), soft_wrap=True)
 
     @contextmanager
     def _bar(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:

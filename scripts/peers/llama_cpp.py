@@ -40,7 +40,9 @@ runpy.run_path(sys.argv[0] + "/convert_hf_to_gguf.py", run_name="__main__")
 
 def obey(command: list[str], **options: Any) -> str:  # noqa: ANN401 - what subprocess.run takes
     """The output of a command; its own last words stay the last ones when it fails."""
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, check=False, stdout=subprocess.PIPE, text=True, **options
+    )
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout

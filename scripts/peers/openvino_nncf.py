@@ -17,39 +17,32 @@ import timing
 
 def make(variant: str, source: Path, output: Path) -> None:
     """Export and compress the weights, with the state (the cache) inside the model."""
-    from optimum.intel import OVModelForCausalLM, OVModelForFeatureExtraction, OVWeightQuantizationConfig  # noqa: PLC0415
-    from transformers import AutoConfig  # noqa: PLC0415
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig  # noqa: PLC0415 - heavy
 
-    is_decoder = AutoConfig.from_pretrained(source).model_type == "gpt2"
-    kind = OVModelForCausalLM if is_decoder else OVModelForFeatureExtraction
     config = OVWeightQuantizationConfig(bits=8)
-    kind.from_pretrained(source, export=True, quantization_config=config, compile=False).save_pretrained(
-        output
-    )
+    model = OVModelForCausalLM.from_pretrained(source, export=True, quantization_config=config, compile=False)
+    model.save_pretrained(output)
 
 
-def compiled(folder: Path, *, keeps_last: bool) -> Any:  # noqa: ANN401 - OpenVINO's type
+def compiled(folder: Path) -> Any:  # noqa: ANN401 - OpenVINO's type
     """Compile for latency on the threads that everybody has."""
     core = openvino.Core()
     model = core.read_model(folder / "openvino_model.xml")
-    if keeps_last:
-        head = model.output("logits").get_node().input_value(0).get_node()
-        assert head.get_type_name() == "MatMul", f"the head is a {head.get_type_name()}"
-        hidden = head.input_value(0)
-        operators = openvino.opset13
-        bounds = [
-            operators.constant(np.array([value], np.int64)) for value in (-1, np.iinfo(np.int64).max, 1, 1)
-        ]
-        last = operators.slice(hidden, *bounds)
-        head.input(0).replace_source_output(last.output(0))
-        model.validate_nodes_and_infer_types()
+    head = model.output("logits").get_node().input_value(0).get_node()
+    assert head.get_type_name() == "MatMul", f"the head is a {head.get_type_name()}"
+    hidden = head.input_value(0)
+    operators = openvino.opset13
+    bounds = [operators.constant(np.array([value], np.int64)) for value in (-1, np.iinfo(np.int64).max, 1, 1)]
+    last = operators.slice(hidden, *bounds)
+    head.input(0).replace_source_output(last.output(0))
+    model.validate_nodes_and_infer_types()
     settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": timing.NUM_THREADS}
     return core.compile_model(model, "CPU", settings)
 
 
 def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing.Feed]:
     """The cache lives in the request and is cleared between prompts."""
-    request = compiled(folder, keeps_last=True).create_infer_request()
+    request = compiled(folder).create_infer_request()
     names = {name for each in request.model_inputs for name in each.get_names()}
     length = [0]
 
@@ -73,24 +66,5 @@ def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing
     return clear, feed
 
 
-def open_encoder(variant: str, folder: Path) -> timing.Feed:
-    """One sentence without padding."""
-    request = compiled(folder, keeps_last=False).create_infer_request()
-    names = {name for each in request.model_inputs for name in each.get_names()}
-
-    def feed(ids: list[int]) -> object:
-        array = np.array([ids], np.int64)
-        feeds = {
-            "input_ids": array,
-            "attention_mask": np.ones_like(array),
-            "token_type_ids": np.zeros_like(array),
-        }
-        request.infer({name: value for name, value in feeds.items() if name in names})
-        hidden: object = request.get_output_tensor(0).data
-        return hidden
-
-    return feed
-
-
 if __name__ == "__main__":
-    timing.main(make=make, open_decoder=open_decoder, open_encoder=open_encoder)
+    timing.main(make=make, open_decoder=open_decoder)

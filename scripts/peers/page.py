@@ -177,10 +177,12 @@ def page(document: Document) -> str:
         parts += [
             f"## GPT-2 small (FP32 safetensors {_megabytes(part['source_bytes'])} MB)",
             _systems(part["systems"], columns),
-            "llama-bench decodes from an empty cache; the last column of times has llama.cpp after a prompt of "
-            "the same length, which is what all the others do. optimum's and onnxruntime's graphs compute "
+            "llama-bench decodes from an empty cache; the last column of times has llama.cpp after a prompt "
+            "of the same length, which is what all the others do. optimum's and onnxruntime's graphs compute "
             "logits for the whole prompt, the others for its last position. CTranslate2's prompt includes "
-            "choosing the first token.",
+            "choosing the first token. OpenVINO runs with its defaults (where the processor has bfloat16, in that "
+            "precision, with an 8-bit cache). make: the whole process from FP32 weights on disk to the artifact, "
+            "the lowest of two runs.",
         ]
         if floor:
             parts.append(

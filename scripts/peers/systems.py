@@ -11,10 +11,17 @@ DEFAULT_SCHEME = "int8_block128"
 
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {  # what pip installs, each into an environment of its own
     "torch": (TORCH, "transformers", "safetensors"),
-    "optimum": (TORCH, "optimum-onnx[onnxruntime]"),
+    "optimum": (
+        TORCH,
+        "optimum-onnx[onnxruntime]",
+        "accelerate",
+    ),  # without accelerate a tied head is stored twice
     "openvino": (TORCH, "openvino", "nncf", "optimum-intel"),
     "ctranslate2": (TORCH, "ctranslate2", "transformers"),
     "llama.cpp": (TORCH, "transformers<5", "sentencepiece", "numpy", "protobuf", "cmake", "ninja"),
+}
+UNWANTED: dict[str, tuple[str, ...]] = {  # what pip brings along and no run survives
+    "openvino": ("torchvision",),  # PyPI's is built for a GPU's torch, and transformers imports what it finds
 }
 SHOWN_VERSIONS: dict[str, tuple[str, ...]] = {  # distributions whose versions stand beside the numbers
     PROJECT: ("quantkit-onnx", "onnxruntime"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import timing
 import torch
@@ -20,7 +21,7 @@ def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing
     """A fresh `DynamicCache` for each prompt."""
     torch.set_num_threads(timing.NUM_THREADS)
     torch.set_grad_enabled(False)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     caches = [transformers.DynamicCache()]
 
     def clear() -> None:
@@ -32,13 +33,5 @@ def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing
     return clear, feed
 
 
-def open_encoder(variant: str, folder: Path) -> timing.Feed:
-    """Token ids in, hidden states out."""
-    torch.set_num_threads(timing.NUM_THREADS)
-    torch.set_grad_enabled(False)
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    return lambda ids: model(torch.tensor([ids])).last_hidden_state
-
-
 if __name__ == "__main__":
-    timing.main(make=make, open_decoder=open_decoder, open_encoder=open_encoder)
+    timing.main(make=make, open_decoder=open_decoder)

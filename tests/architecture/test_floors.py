@@ -74,7 +74,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 def part_of(path: Path) -> str:
     """The architectural part a file belongs to; cost_rows.py is part of cost."""
     name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "cost" if name.startswith("cost") else name
+    return next((part for part in ("cost", "requests") if name.startswith(part)), name)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -96,7 +96,7 @@ def test_imports_go_down(path):
         if not name.startswith("quantkit.") or name == "quantkit.__version__":
             continue
         other = name.split(".")[1]
-        other = "cost" if other.startswith("cost") else other
+        other = next((part for part in ("cost", "requests") if other.startswith(part)), other)
         if other == part or (part, other) in WITHIN_FLOOR | ALLOWED_BELOW:
             continue
         assert FLOOR_OF[other] < FLOOR_OF[part], f"{part} must not import {name}"

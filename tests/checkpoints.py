@@ -1,0 +1,92 @@
+"""Tiny models quantized to a checkpoint and no further, for tests of what is exported from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantkit.checkpoint import write_checkpoint
+from quantkit.export.targets import TARGETS
+from quantkit.model.inspect import map_module
+from quantkit.model.linears import LINEARS
+from quantkit.plan import choose
+from quantkit.quantizers.apply import quantized_parts
+from quantkit.records import ModelMap, Plan, to_json
+from quantkit.schemes import SCHEMES
+from quantkit.tensor_records import Checkpoint, Contents, contents_of
+
+TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
+
+
+class ModuleTensors:
+    """The weights of a live module, every shared tensor under each of its names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.values = {name: value.float().numpy() for name, value in module.state_dict().items()}
+
+    def has(self, name: str) -> bool:
+        return name in self.values
+
+    def read(self, name: str, start: int = 0, count: int | None = None):
+        return self.values[name][start:][:count].copy()
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A checkpoint, and all that it was made from."""
+
+    map: ModelMap
+    plan: Plan
+    contents: Contents
+    checkpoint: Checkpoint
+    source: ModuleTensors
+    scheme: str
+
+    def options(self, *, outside: bool = False) -> dict[str, Any]:
+        return {
+            "scheme": SCHEMES[self.scheme],
+            "target": TARGETS["cpu"],
+            "keeps_weights_outside": outside,
+            "metadata": {"max_positions": self.map.max_positions},
+        }
+
+
+def quantize(
+    model: nn.Module,
+    folder: Path,
+    *,
+    scheme: str = "int8_block32",
+    min_dim: int = 1,
+    exclude: tuple[str, ...] = (),
+    packs_attention: bool = True,
+) -> Quantized:
+    model_map = map_module(model, name="tiny")
+    plan = choose(model_map, min_dim=min_dim, exclude=exclude)
+    contents = contents_of(model_map, plan, SCHEMES[scheme].grid, packs_attention=packs_attention)
+    source = ModuleTensors(model)
+    description = {
+        "packs": [
+            {
+                "name": pack.name,
+                "grid": to_json(pack.grid),
+                "table": pack.table,
+                "layers": [to_json(layer) for layer in pack.layers],
+            }
+            for pack in contents.packs
+        ],
+        "tables": [
+            {"name": entry.table.name, "grid": to_json(entry.grid), "shares": entry.shares}
+            for entry in contents.tables
+        ],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = write_checkpoint(
+        folder / "weights.safetensors",
+        contents.tensors(),
+        quantized_parts(contents, source, transposed=TRANSPOSED),
+        description,
+    )
+    return Quantized(model_map, plan, contents, checkpoint, source, scheme)

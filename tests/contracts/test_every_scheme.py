@@ -1,0 +1,105 @@
+"""Every scheme of the table on a tiny model: written, exported and run, and as accurate as it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from exporting import build_tiny, error, export
+
+from quantkit.checkpoint import open_checkpoint
+from quantkit.export.targets import TARGETS
+from quantkit.recipe import Recipe
+from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.schemes import SCHEMES
+from quantkit.stages import planned_bytes
+from quantkit.tensor_records import DTYPES
+
+SIZES = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
+IDS = np.random.default_rng(0).integers(0, 61, (2, 24))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """(the model's folder, its logits)."""
+    folder = tmp_path_factory.mktemp("original")
+    model = build_tiny("GPT2LMHeadModel", SIZES)
+    model.save_pretrained(folder)
+    with torch.inference_mode():
+        return folder, model(input_ids=torch.from_numpy(IDS)).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def exported(original, tmp_path_factory):
+    """Each scheme's folder and what was exported, made once."""
+    made = {}
+    for name in SCHEMES:
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = (folder, export(original[0], folder, scheme=name))
+    return made
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_it_runs_and_stays_near_the_original(name, original, exported):
+    decoder = open_decoder(exported[name][0], threads=1)
+    made = error(all_logits(decoder, IDS), original[1])
+    assert 1e-5 < made.relative < 0.05, "the rounding shows, and is small"
+    assert made.absolute < 0.05 * np.abs(original[1]).max()
+
+
+def test_accuracy_falls_from_small_blocks_to_one_scale_a_tensor(original, exported):
+    """Root of the mean square, since the largest single error of a tiny model is chance."""
+    errors = {}
+    for name in SCHEMES:
+        decoder = open_decoder(exported[name][0], threads=1)
+        errors[name] = float(np.sqrt(((all_logits(decoder, IDS) - original[1]) ** 2).mean()))
+    assert errors["int8_block16"] < errors["int8_block64"] < errors["int8_channel"]
+    assert min(errors, key=lambda name: errors[name]) in ("int8_block16", "int8_block32")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_planned_bytes_are_the_bytes_of_the_tensors(name, exported):
+    folder, result = exported[name]
+    checkpoint = open_checkpoint(folder / "weights.safetensors")
+    arrays = [checkpoint.read(tensor) for tensor in checkpoint.slots]
+    assert result.planned_bytes == sum(array.nbytes for array in arrays)
+    assert result.planned_bytes == planned_bytes(slot.spec for slot in checkpoint.slots.values())
+    assert {str(array.dtype) for array in arrays} <= {np.dtype(kind).name for kind in DTYPES.values()}
+    grid = SCHEMES[name].grid
+    for pack in result.contents.packs:
+        stored = sum(
+            checkpoint.slots[spec.name].length for spec in pack.tensors() if not spec.name.endswith(".bias")
+        )
+        assert stored == grid.num_bytes(pack.out_features, pack.in_features)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_planned_projection_is_integer_in_the_file(name, exported):
+    placement = exported[name][1].placement
+    assert len(placement.projections) == 13  # six of each block, and the head
+    assert placement.num_integer_nodes == 9, "query, key and value are one node"
+    blockwise = SCHEMES[name].activations == "block"
+    assert set(placement.integer_operators) == ({"MatMulNBits"} if blockwise else {"DynamicQuantizeMatMul"})
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if SCHEMES[name].activations == "block"])
+def test_a_row_is_the_same_beside_any_other(name, exported):
+    decoder = open_decoder(exported[name][0], threads=1)
+    together, alone = all_logits(decoder, IDS), all_logits(decoder, IDS[:1])
+    assert error(together[:1], alone).relative < 1e-3
+
+
+@pytest.mark.once
+def test_a_recipe_can_name_every_scheme_and_target_and_no_other():
+    schema = Recipe.model_json_schema()["properties"]
+    assert set(schema["scheme"]["enum"]) == set(SCHEMES)
+    assert set(schema["target"].get("enum", [schema["target"].get("const")])) == set(TARGETS)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", SCHEMES)
+def test_its_name_says_its_grid(name):
+    row = SCHEMES[name]
+    assert name == f"int{row.grid.bits}_" + (f"block{row.grid.block}" if row.grid.block else "channel")
+    assert row.activations == ("block" if row.grid.block else "tensor")
+    assert row.description

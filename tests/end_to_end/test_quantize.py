@@ -1,0 +1,291 @@
+"""The main job as a user runs it: the artifact, its report, and every way in which an input can be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from exporting import build_tiny
+from safetensors.numpy import load_file, save_file
+from test_cli import quantkit as quantkit_alone
+
+from quantkit import cli
+from quantkit.model.families import FAMILIES
+from quantkit.runtime.session import all_logits, open_decoder
+
+NEVER = ("--no-eval", "--min-dim", "1")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def quantkit(*arguments: str) -> Ran:
+    """The command in this process, where torch is loaded already; one test each starts a real one."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", ["quantkit", *arguments]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    return Ran(returncode=int(ended.value.code or 0), stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def refused(*arguments: str) -> str:
+    """The one line by which a wrong input is refused."""
+    ran = quantkit(*arguments)
+    assert ran.returncode == 2, ran
+    assert ran.stdout == ""
+    (line,) = ran.stderr.strip().splitlines()
+    assert line.startswith("quantkit: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    """`quantkit quantize demo` with everything measured, once."""
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    recipe = folder.parent / "quick.yaml"
+    recipe.write_text("measure: {seconds: 1.0, max_tokens: 700, threads: 1}\n")
+    result = quantkit_alone("quantize", "demo", "--recipe", str(recipe), "-o", str(folder), "--json")
+    assert result.returncode == 0, result.stderr
+    return folder, json.loads(result.stdout)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A random GPT-2 of two blocks in a folder."""
+    folder = tmp_path / "tiny"
+    build_tiny("GPT2LMHeadModel", dict(FAMILIES["gpt2"].tiny)).save_pretrained(folder)
+    return folder
+
+
+def test_the_report_holds_the_contract(artifact):
+    folder, printed = artifact
+    document = json.loads((folder / "report.json").read_text())
+    assert printed["artifact"] == str(folder)
+    assert {**document, "artifact": str(folder)} == printed
+    size, accuracy, latency = document["size"], document["accuracy"], document["latency"][0]
+    assert size["ratio"] == pytest.approx(size["artifact_bytes"] / size["source_bytes"])
+    assert size["artifact_bytes"] == (folder / "model.onnx").stat().st_size
+    assert size["artifact_bytes"] < 0.27 * 4 * 5_918_720
+    assert accuracy["perplexity"]["quantized"] == pytest.approx(accuracy["perplexity"]["reference"], rel=0.01)
+    assert 0 < accuracy["kl_divergence"] < 0.003
+    assert accuracy["top1_agreement"] > 0.965
+    assert latency["decode_ms_per_token"] > 0
+    assert latency["reference"]["prefill_ms"] > 0
+    assert document["placement"] == [
+        {"provider": "CPUExecutionProvider", "node_fraction": 1.0, "mac_fraction": 1.0}
+    ]
+    assert document["environment"]["versions"]["onnxruntime"]
+
+
+def test_the_folder_is_whole_and_every_file_is_in_the_manifest(artifact):
+    folder, _ = artifact
+    names = {path.name for path in folder.iterdir()}
+    assert {"model.onnx", "config.json", "tokenizer.json", "recipe.yaml", "report.json", "report.md"} < names
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == names - {"manifest.json"}
+    for name, digest in manifest["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert manifest["integer_operators"] == {"MatMulNBits": 25}
+    assert sum(layer["quantized"] for layer in manifest["plan"]["layers"]) == 37
+
+
+def test_the_resolved_recipe_reproduces_the_model_bit_for_bit(artifact, tmp_path):
+    folder, _ = artifact
+    again = quantkit(
+        "quantize", "--recipe", str(folder / "recipe.yaml"), "--no-eval", "-o", str(tmp_path / "again")
+    )
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again" / "model.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
+
+
+def test_the_page_for_a_person(tmp_path):
+    result = quantkit("quantize", "demo", "--no-eval", "-o", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    for words in ("37 of 37 projections (25 of 25 matrices)", "size, MB", "artifact:", "report.md"):
+        assert words in result.stdout
+    assert "perplexity" not in result.stdout, "what was not measured is absent"
+
+
+def test_generate_continues_a_text_alone_and_in_a_batch(artifact):
+    folder, _ = artifact
+    alone = quantkit("generate", str(folder), "The king", "--max-new-tokens", "8", "--json")
+    batch = quantkit("generate", str(folder), "The king", "O", "--max-new-tokens", "8", "--json")
+    assert alone.returncode == batch.returncode == 0, alone.stderr + batch.stderr
+    assert json.loads(alone.stdout)[0] == json.loads(batch.stdout)[0]
+    streamed = quantkit("generate", str(folder), "The king", "--max-new-tokens", "8")
+    assert streamed.stdout == "The king" + json.loads(alone.stdout)[0]["text"] + "\n"
+
+
+def test_generate_runs_an_original_in_float():
+    result = quantkit("generate", "demo", "The king", "--max-new-tokens", "4")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("The king")
+
+
+def test_weights_beside_the_graph(tiny, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("# beside\nsingle_file_mb: 0\n")
+    result = quantkit("quantize", str(tiny), "--recipe", str(recipe), *NEVER, "-o", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    moved = shutil.move(tmp_path / "out", tmp_path / "elsewhere")
+    assert (moved / "weights.safetensors").exists()
+    assert np.isfinite(all_logits(open_decoder(moved), np.array([[1, 2, 3]]))).all()
+
+
+@pytest.mark.parametrize("scheme", ["int8_block16", "int8_block64", "int8_channel"])
+def test_sizes_that_are_no_multiple_of_a_block(scheme, tmp_path):
+    model = build_tiny("GPT2LMHeadModel", {**FAMILIES["gpt2"].tiny, "n_embd": 36, "n_inner": 50})
+    model.save_pretrained(tmp_path / "odd")
+    out = str(tmp_path / "out")
+    result = quantkit("quantize", str(tmp_path / "odd"), "--scheme", scheme, *NEVER, "-o", out)
+    assert result.returncode == 0, result.stderr
+
+
+def test_random_weights_say_that_accuracy_means_nothing(tmp_path):
+    folder = tmp_path / "config-only"
+    folder.mkdir()
+    config = FAMILIES["llama"].tiny | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    arguments = ("quantize", str(folder), "--min-dim", "1", "-o", str(tmp_path / "out"), "--threads", "1")
+    assert "--random-weights" in refused(*arguments)
+    result = quantkit(*arguments, "--random-weights")
+    assert result.returncode == 0, result.stderr
+    assert "meaningless" in result.stdout
+
+
+def damaged(folder, change):
+    """The folder with one change to its tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return str(folder)
+
+
+def put(name, value):
+    def change(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name].flat[3] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (put("transformer.h.1.mlp.c_fc.weight", np.nan), ("transformer.h.1.mlp.c_fc.weight", "NaN")),
+        (put("transformer.ln_f.bias", np.inf), ("transformer.ln_f.bias", "infinite")),
+        (lambda t: t.pop("transformer.h.0.attn.c_proj.bias"), ("transformer.h.0.attn.c_proj.bias", "lacks")),
+        (
+            lambda t: t.update({"transformer.wte.weight": t["transformer.wte.weight"][:-1].copy()}),
+            ("transformer.wte.weight", "[60, 32]"),
+        ),
+    ],
+    ids=["nan", "inf", "missing", "shape"],
+)
+def test_a_broken_checkpoint_is_refused_by_tensor_and_leaves_nothing(tiny, tmp_path, change, words):
+    out = tmp_path / "out"
+    line = refused("quantize", damaged(tiny, change), *NEVER, "-o", str(out))
+    for word in words:
+        assert word in line
+    assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_an_extra_tensor_is_a_note(tiny, tmp_path):
+    folder = damaged(tiny, lambda tensors: tensors.update(stray=np.ones(3, np.float32)))
+    result = quantkit("quantize", folder, *NEVER, "-o", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    assert "stray" in result.stdout
+
+
+def test_a_half_precision_overflow_is_named(tiny, tmp_path):
+    def overflow(tensors):
+        for name, values in tensors.items():
+            with np.errstate(over="ignore"):
+                tensors[name] = (values * (1e6 if name.endswith("wpe.weight") else 1)).astype(np.float16)
+
+    line = refused("quantize", damaged(tiny, overflow), *NEVER, "-o", str(tmp_path / "out"))
+    assert "transformer.wpe.weight" in line
+    assert "F16" in line
+
+
+def test_bfloat16_shards(tmp_path):
+    model = build_tiny("GPT2LMHeadModel", dict(FAMILIES["gpt2"].tiny), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    result = quantkit("quantize", str(tmp_path / "model"), *NEVER, "-o", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    assert np.dtype(ml_dtypes.bfloat16).itemsize == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("demo", "--scheme", "int8_block127"), ("scheme", "int8_block128")),
+        (("demo", "--min-dim", "0"), ("--min-dim",)),
+        (("demo", "--min-dim", "100000"), ("no projection",)),
+        (("demo", "--target", "toaster"), ("target", "cpu")),
+        (("demo", "--text", "/no/such/file"), ("--text",)),
+        ((), ("no model was named",)),
+        (("bert-base-uncased", "--random-weights", "--no-eval", "--recipe", "/no.yaml"), ("/no.yaml",)),
+    ],
+)
+def test_wrong_flags_are_one_line(arguments, words, tmp_path):
+    line = refused("quantize", *arguments, "-o", str(tmp_path / "out"))
+    for word in words:
+        assert word in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_older_artifact_is_kept_unless_forced(tiny, tmp_path):
+    out = tmp_path / "out"
+    assert quantkit("quantize", str(tiny), *NEVER, "-o", str(out)).returncode == 0
+    before = (out / "manifest.json").read_bytes()
+    assert "--force" in refused("quantize", str(tiny), *NEVER, "-o", str(out))
+    assert (out / "manifest.json").read_bytes() == before
+    forced = quantkit("quantize", str(tiny), *NEVER, "-o", str(out), "--force", "--scheme", "int8_block32")
+    assert forced.returncode == 0, forced.stderr
+    assert (out / "manifest.json").read_bytes() != before
+
+
+def test_killed_at_any_moment_nothing_half_written_stays(tiny, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "quantkit.cli", "quantize", str(tiny), "--min-dim", "1", "-o", str(out)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    partial = tmp_path / ".out.partial"
+    deadline = time.monotonic() + 60
+    while not partial.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert partial.exists(), "the run had begun to write"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    again = quantkit("quantize", str(tiny), *NEVER, "-o", str(out))
+    assert again.returncode == 0, again.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny", "out"}
