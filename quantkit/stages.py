@@ -22,6 +22,7 @@ from quantkit.export.check import Placement, check_model
 from quantkit.export.emit import emit_decoder, why_not
 from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import save
+from quantkit.export.rotary import context_of
 from quantkit.export.targets import TARGETS
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
@@ -120,7 +121,7 @@ def write_model(
         scheme=scheme,
         target=TARGETS[target_name],
         keeps_weights_outside=keeps_outside,
-        metadata={"max_positions": model_map.max_positions, "scheme": scheme_name, "model": model_map.name},
+        metadata={"max_positions": context_of(model_map), "scheme": scheme_name, "model": model_map.name},
     )
     save(model, folder / MODEL_FILE)
     if not keeps_outside and not keeps_checkpoint:

@@ -15,6 +15,7 @@ measurement: those are in scripts/peers, one file a peer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -73,12 +74,12 @@ def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, rep
     """Interleaved rounds; the order moves on by one, so that nobody always follows the same neighbour."""
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in rows}
     bandwidth: list[float] = []
+    read_bandwidth = [sys.executable, str(PEERS / "read_bandwidth.py")]
     largest_share = 0.0
     for index in range(rounds):
         say(f"{model}: round {index + 1} of {rounds}")
-        bandwidth.append(
-            run([sys.executable, str(PEERS / "read_bandwidth.py")], place.log("bandwidth")).answer["gb_per_s"]
-        )
+        with contextlib.suppress(PeerError):  # then there is no floor to compare with
+            bandwidth.append(run(read_bandwidth, place.log("bandwidth")).answer["gb_per_s"])
         names = [name for name, row in rows.items() if not row["reason"]]
         for name in names[index % len(names) :] + names[: index % len(names)] if names else []:
             try:
@@ -90,11 +91,11 @@ def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, rep
             largest_share = max(largest_share, done.other_share)
             for key, values in done.answer.items():
                 samples[name].setdefault(key, []).append(statistics.median(values))
-    gb_per_s = statistics.median(bandwidth)
     for name, row in rows.items():
         if not row["reason"]:
             row["times"] = {key: summary(values) for key, values in samples[name].items()}
-            row["floor_ms"] = row["artifact_bytes"] / gb_per_s / 1e6
+            if bandwidth:
+                row["floor_ms"] = row["artifact_bytes"] / statistics.median(bandwidth) / 1e6
     return {"bandwidth": bandwidth, "other_share": largest_share}
 
 
@@ -126,7 +127,8 @@ def bench(place: Workplace, names: list[str], models: list[str], rounds: int, re
         parts[model] = {"source_bytes": source.stat().st_size, "systems": rows}
     default = f"quantkit-{DEFAULT_SCHEME}"
     if "gpt2" in parts and default in names and not parts["gpt2"]["systems"][default]["reason"]:
-        parts["gpt2"]["bare_peak_bytes"] = place.make(default, "gpt2-tiny")["peak_bytes"]
+        with contextlib.suppress(PeerError):
+            parts["gpt2"]["bare_peak_bytes"] = place.make(default, "gpt2-tiny")["peak_bytes"]
     disturbances, bandwidth = [], []
     for model, part in parts.items():
         noted = measure(place, model, part["systems"], rounds, repeats)
@@ -184,7 +186,10 @@ def main() -> None:
     names = chosen(arguments.only, list(SYSTEMS), "system")
     models = chosen(arguments.models, list(MODELS), "model")
     place = Workplace(arguments.cache.expanduser().absolute())
-    document = bench(place, names, models, max(1, arguments.rounds), max(1, arguments.repeats))
+    try:
+        document = bench(place, names, models, max(1, arguments.rounds), max(1, arguments.repeats))
+    except PeerError as error:  # of the random weights, without which there is nothing to measure
+        sys.exit(f"bench_peers: {error}")
     text = json.dumps(document, indent=1) + "\n"
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "peers.json").write_text(text, encoding="utf-8")

@@ -231,7 +231,7 @@ def test_the_lines_of_the_docs_read_a_real_checkpoint(model, tmp_path):
     snippet = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
     assert len([line for line in snippet.split("def ")[1].splitlines() if line.strip()]) <= 10
     names = {}
-    exec(snippet, names)  # noqa: S102 - our own page
+    exec(snippet, names)
     path = exported(model, tmp_path, scheme="int8_block32")
     for name, wanted in {
         "transformer.h.1.mlp.c_fc": model[1]["transformer.h.1.mlp.c_fc.weight"].T,

@@ -100,8 +100,13 @@ def why_not_encoder(model_map: ModelMap) -> str | None:
     task = _task_of(model_map)
     if task is None:
         return f"{model_map.architecture} is a task without a fused head"
-    if model_map.unmapped:
-        return f"'{model_map.unmapped[0].name}' is a parameter of no known kind"
+    # Under transformers 5 an untied head keeps a second bias beside it, which no forward pass reads.
+    unread = {
+        f"{layer.matrix.rpartition('.')[0]}.bias" for layer in model_map.layers if layer.role is Role.LM_HEAD
+    }
+    unknown = [entry.name for entry in model_map.unmapped if entry.name not in unread]
+    if unknown:
+        return f"'{unknown[0]}' is a parameter of no known kind"
     for block in model_map.blocks:
         reason = _why_not_block(block)
         if reason:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.records import Attention
+from quantkit.records import Attention, ModelMap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,16 @@ def rotation_of(attention: Attention, *, max_positions: int) -> Rotation:
     exponents = np.arange(0, attention.rotary_dim, 2, dtype=np.float32) / np.float32(attention.rotary_dim)
     plain = (1.0 / np.float32(attention.rope_theta) ** exponents).astype(np.float32)
     return RULES[kind](plain, scaling, attention, max_positions)
+
+
+def context_of(model_map: ModelMap) -> int | None:
+    """The positions that the model and its rotary tables have; None where the model names no limit."""
+    limit = model_map.max_positions
+    if limit is None:
+        return None
+    attentions = {attention for block in model_map.blocks for attention in block.attentions}
+    turns = [rotation_of(each, max_positions=limit) for each in attentions if each.rope_theta]
+    return min([limit, *(turn.max_positions for turn in turns if turn.max_positions)])
 
 
 def _default(plain: NDArray[np.float32], *_: Any) -> Rotation:  # noqa: ANN401

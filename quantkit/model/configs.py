@@ -105,6 +105,9 @@ def _read_ropes(config: Any) -> tuple[Rope | None, Rope | None]:  # noqa: ANN401
         return None, None
     scaling = getattr(config, "rope_scaling", None) or {}
     scaling = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    original = getattr(config, "original_max_position_embeddings", None)
+    if scaling.get("rope_type") == "longrope" and original:  # Phi-3 says it beside the rule and not in it
+        scaling["original_max_position_embeddings"] = original
     full_rope = _rope({**scaling, "rope_theta": theta}, fraction)
     local_theta = getattr(config, "rope_local_base_freq", None)
     sliding_rope = (

@@ -180,9 +180,9 @@ def page(document: Document) -> str:
             "llama-bench decodes from an empty cache; the last column of times has llama.cpp after a prompt "
             "of the same length, which is what all the others do. optimum's and onnxruntime's graphs compute "
             "logits for the whole prompt, the others for its last position. CTranslate2's prompt includes "
-            "choosing the first token. OpenVINO runs with its defaults (where the processor has bfloat16, in that "
-            "precision, with an 8-bit cache). make: the whole process from FP32 weights on disk to the artifact, "
-            "the lowest of two runs.",
+            "choosing the first token. OpenVINO runs with its defaults (where the processor has bfloat16, in "
+            "that precision, with an 8-bit cache). make: the whole process from FP32 weights on disk to the "
+            "artifact, the lowest of two runs.",
         ]
         if floor:
             parts.append(

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import venv
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from peers import timing
 from peers.systems import BUILDS, ENVIRONMENTS, PROJECT, SHOWN_VERSIONS, SYSTEMS, UNWANTED
 
 PEERS = Path(__file__).resolve().parent
+TIME_LIMIT_S = 3600  # for one command: a peer that hangs is a peer that fails
 
 
 class PeerError(Exception):
@@ -69,8 +71,11 @@ def run(command: list[str], log: Path) -> Finished:
         print("$", *command, file=errors, flush=True)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)
         assert process.stdout is not None
+        clock = threading.Timer(TIME_LIMIT_S, process.kill)
+        clock.start()
         output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
+        clock.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - begin
     lines = output.strip().splitlines()
@@ -180,7 +185,7 @@ class Workplace:
         return fingerprint(*ENVIRONMENTS.get(system.environment, ()), script, self.source(model).name)
 
     def make_if_needed(self, name: str, model: str, num_makes: int) -> dict[str, Any]:
-        """Its cost, the lowest of several makes; one that is not compared by cost is kept from an earlier run."""
+        """Its cost, the lowest of several makes; what is not compared by cost is kept from an earlier run."""
         system = SYSTEMS[name]
         kept, key = self.cache / "models" / model / f"{name}.json", self.key(name, model)
         if kept.exists() and not system.is_fresh and not system.made_from:

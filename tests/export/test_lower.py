@@ -6,10 +6,10 @@ checkpoint in float64, with inputs rounded as the operators round them.
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import torch
@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from quantkit.errors import InputError
 from quantkit.export.graph import CONTRIB, METADATA_KEY, save
 from quantkit.export.lower import integer_projections, lower
+from quantkit.export.targets import TARGETS
 from quantkit.fake_quant import fake_quantize
 from quantkit.grid import decode, from_bytes
 
@@ -192,9 +193,7 @@ def test_a_module_that_runs_often_keeps_one_weight(tmp_path):
     model = module(square=True)
     weight_OI, bias = (value.detach().numpy() for value in (model.projection.weight, model.projection.bias))
     names = ["x", *(f"h{i}" for i in range(11)), "y"]
-    nodes = [
-        ("Gemm", [a, f"w{i}", "b"], [b], {}) for i, (a, b) in enumerate(zip(names, names[1:], strict=False))
-    ]
+    nodes = [("Gemm", [a, f"w{i}", "b"], [b], {}) for i, (a, b) in enumerate(itertools.pairwise(names))]
     copies = {f"w{i}": weight_OI.T for i in range(12)}  # exporters may write a copy for each call
     done = lowered(quantize(model, tmp_path), graph(nodes, {**copies, "b": bias}, x=ROWS))
     assert operators(done) == ["MatMulNBits"] * 12
@@ -271,12 +270,8 @@ def test_weights_beside_the_graph_are_pointed_to_once_for_all_files(tmp_path):
     )
     assert floats.SerializeToString() == before, "what is lowered is not changed"
     for done in files.values():
-        assert {t.name for t in done.graph.initializer if t.data_location == TensorProto.EXTERNAL} == {
-            "0.codes",
-            "1.codes",
-            "1.scales",
-            "2.weight_IO",
-        } - {t.name for t in done.graph.initializer if t.data_location != TensorProto.EXTERNAL}
+        outside = {t.name for t in done.graph.initializer if t.data_location == TensorProto.EXTERNAL}
+        assert outside == {"0.codes", "1.codes", "1.scales", "2.weight_IO"}
         assert done.ByteSize() < 8000
         beside = run(done, tmp_path, ROWS)[0]
         inside = run(lowered(quantized, floats), tmp_path, ROWS)[0]
@@ -331,4 +326,5 @@ def test_the_file_says_what_it_holds(tmp_path):
     floats = graph([("Gemm", ["x", "w", "b"], ["y"], {"transB": 1})], {"w": weight_OI, "b": bias}, x=ROWS)
     done = lowered(quantize(model, tmp_path), floats)
     assert {(entry.domain, entry.version) for entry in done.opset_import} == {("", 18), (CONTRIB, 1)}
-    onnx.checker.check_model(done, full_check=False, skip_opset_compatibility_check=True)
+    assert done.ir_version == TARGETS["cpu"].ir_version
+    assert {node.domain for node in done.graph.node} == {CONTRIB}
