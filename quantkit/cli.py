@@ -178,6 +178,20 @@ def generate(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="a folder that 'quantkit quantize' wrote")],
+    output_format: Annotated[str, typer.Option("--format", help="table, markdown or json")] = "table",
+    as_json: AsJson = False,
+) -> None:
+    """Show an artifact's report again."""
+    from quantkit import requests  # noqa: PLC0415
+
+    text = requests.report(folder=folder, output_format="json" if as_json else output_format)
+    if text:
+        typer.echo(text, nl=not text.endswith("\n"))
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Runtimes, providers and devices of this machine; clashes are named with their cure."""
     from quantkit.records import to_json  # noqa: PLC0415

@@ -111,6 +111,30 @@ def quantize(
     return f"artifact: {finished.folder}\nreport:   {finished.folder / 'report.md'}"
 
 
+def report(*, folder: Path, output_format: str) -> str:
+    """An artifact's report as it was written; empty when a table went to the terminal already."""
+    path = folder / "report.json"
+    if output_format not in FORMATS[:3]:
+        raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(FORMATS[:3]))
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        page = quantization_page(document)
+    except OSError as error:
+        raise InputError(
+            f"cannot be read ({error.strerror})",
+            where=str(path),
+            allowed="a folder that 'quantkit quantize' wrote",
+            next_step="check the path, or quantize a model first",
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"not a report ({type(error).__name__}: {error})",
+            where=str(path),
+            next_step="quantize again to write it anew",
+        ) from error
+    return json.dumps(document, indent=2) if output_format == "json" else _show(page, output_format)
+
+
 def _whole(flag: str, text: str) -> int:
     try:
         value = int(text)

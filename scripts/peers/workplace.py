@@ -82,7 +82,9 @@ def run(command: list[str], log: Path) -> Finished:
     if process.returncode:
         told = [*log.read_text(encoding="utf-8", errors="replace").splitlines()[1:], *lines]
         reason = next((line.strip() for line in reversed(told) if line.strip()), "no message")
-        raise PeerError(f"{reason[:300]} (exit {process.returncode}, log: {log})")
+        raise PeerError(
+            f"{reason[:300]} (exit {process.returncode}; {log.parent.name}/{log.name} of the cache)"
+        )
     others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
     try:
         answer = json.loads(lines[-1]) if lines else {}

@@ -130,6 +130,17 @@ def test_the_page_for_a_person(tmp_path):
     assert "perplexity" not in result.stdout, "what was not measured is absent"
 
 
+def test_a_report_is_shown_again(artifact):
+    folder, printed = artifact
+    again = json.loads(quantkit("report", str(folder), "--json").stdout)
+    assert {**again, "artifact": str(folder)} == printed
+    assert (
+        quantkit("report", str(folder), "--format", "markdown").stdout == (folder / "report.md").read_text()
+    )
+    assert "perplexity" in quantkit("report", str(folder)).stdout
+    assert "report.json" in refused("report", str(folder.parent))
+
+
 def test_generate_continues_a_text_alone_and_in_a_batch(artifact):
     folder, _ = artifact
     alone = quantkit("generate", str(folder), "The king", "--max-new-tokens", "8", "--json")

@@ -36,6 +36,7 @@ SCALINGS = {
     "llama3 of Llama 3.2": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 2048},
     "yarn": YARN,
     "yarn, betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, past the last pair": {**YARN, "beta_slow": 1e-6},
     "yarn, not truncated": {**YARN, "truncate": False},
     "yarn, mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn, attention factor": {**YARN, "attention_factor": 1.25},
