@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from peers.systems import DEFAULT_SCHEME, SYSTEMS
+from peers.systems import CALM_SHARE, DEFAULT_SCHEME, SYSTEMS
 
 DEFAULT = f"quantkit-{DEFAULT_SCHEME}"
 Document = dict[str, Any]
 NONE = "-"
+DISTURBED = "**Other processes were busy while this was measured: nothing below can be relied upon.**"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +154,10 @@ def page(document: Document) -> str:
         for row in part["systems"].values()
         if row.get("reason")
     ]
+    is_disturbed = document["largest_other_share"] > CALM_SHARE
     parts = [
         "# quantkit and its peers",
+        *([DISTURBED] if is_disturbed else []),
         "Written by `scripts/bench_peers.py`. The same random weights for all, batch 1, a prompt of "
         f"{document['num_prompt_tokens']} tokens, {document['num_new_tokens']} tokens after it, "
         f"{document['num_threads']} threads. Medians over {document['num_rounds']} interleaved rounds "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 TORCH = "torch==2.13.0"
 PROJECT = "project"  # the environment that runs the benchmark: quantkit's own
 DEFAULT_SCHEME = "int8_block128"
+CALM_SHARE = 0.1  # of all processors, what other processes may take while one is timed
 
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {  # what pip installs, each into an environment of its own
     "torch": (TORCH, "transformers", "safetensors"),

@@ -69,7 +69,12 @@ def run(command: list[str], log: Path) -> Finished:
     begin, busy = time.perf_counter(), busy_seconds()
     with log.open("w", encoding="utf-8") as errors:
         print("$", *command, file=errors, flush=True)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)
+        try:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+            )
+        except OSError as error:
+            raise PeerError(f"{command[0]}: {error.strerror}") from error
         assert process.stdout is not None
         clock = threading.Timer(TIME_LIMIT_S, process.kill)
         clock.start()
