@@ -47,23 +47,27 @@ def prepare(place: Workplace, name: str, model: str, made: dict[str, Any]) -> di
         if system.is_fresh:
             row["make"] = {part: made[name][part] for part in ("seconds", "peak_bytes")}
         row["artifact_bytes"] = place.artifact_bytes(name, model)
-    except PeerError as error:
+    except (PeerError, OSError) as error:
         row["reason"] = str(error)
         say(f"{model}: {name} cannot take part: {error}")
     return row
 
 
-def time_once(place: Workplace, name: str, model: str, num_repeats: int) -> Finished:
-    """A process of its own that measures one system; again while others disturb it, and the calmest counts."""
-    system: System = SYSTEMS[name]
-    variant, folder = system.variant, str(place.folder(name, model))
-    arguments = [str(PEERS / system.script), "time", variant, folder, MODELS[model], str(num_repeats)]
-    command, log = [place.python(system.environment), *arguments], place.log(f"time-{name}-{model}")
+def run_calmly(command: list[str], log: Path) -> Finished:
+    """Run something that measures, again while other processes disturb it; the calmest counts."""
     calmest = run(command, log)
     for _ in range(NUM_RETRIES):
         if calmest.other_share > CALM_SHARE:
             calmest = min(calmest, run(command, log), key=lambda done: done.other_share)
     return calmest
+
+
+def time_once(place: Workplace, name: str, model: str, num_repeats: int) -> Finished:
+    """A process of its own that measures one system and ends."""
+    system: System = SYSTEMS[name]
+    variant, folder = system.variant, str(place.folder(name, model))
+    arguments = [str(PEERS / system.script), "time", variant, folder, MODELS[model], str(num_repeats)]
+    return run_calmly([place.python(system.environment), *arguments], place.log(f"time-{name}-{model}"))
 
 
 def summary(values: list[float]) -> dict[str, Any]:
@@ -85,7 +89,7 @@ def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, rep
     for index in range(rounds):
         say(f"{model}: round {index + 1} of {rounds}")
         with contextlib.suppress(PeerError):  # then there is no floor to compare with
-            bandwidth.append(run(read_bandwidth, place.log("bandwidth")).answer["gb_per_s"])
+            bandwidth.append(run_calmly(read_bandwidth, place.log("bandwidth")).answer["gb_per_s"])
         names = [name for name, row in rows.items() if not row["reason"]]
         for name in names[index % len(names) :] + names[: index % len(names)] if names else []:
             try:

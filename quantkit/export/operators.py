@@ -114,16 +114,19 @@ def norm(graph: Graph, entry: Norm, contents: Contents, x: str) -> str:
 def add_and_norm(
     graph: Graph, entry: Norm, contents: Contents, residual: str, pending: str, *, keeps_sum: bool
 ) -> tuple[str, str]:
-    """(norm of residual + pending, residual + pending) in one node."""
-    gain, bias = _norm_weights(graph, entry, contents)
-    is_layer_norm = entry.kind is NormKind.LAYER_NORM
-    # Without a bias of its own, a layer norm needs zeros where the sum's bias would be read.
-    weights = (gain, bias) if is_layer_norm else (gain,)
+    """(norm of residual + pending, residual + pending) in as few passes over memory as the kernels allow.
+
+    The fused kernel for layer norms is slower than its two halves (docs/log.md). They are joined by Sum and
+    not by Add, because onnxruntime would fuse an Add back into the slower one.
+    """
+    if entry.kind is NormKind.LAYER_NORM:
+        total = graph.op("Sum", residual, pending, name=f"{entry.name}/sum")
+        return norm(graph, entry, contents, total), total if keeps_sum else ""
     outputs = graph.ops(
-        "SkipLayerNormalization" if is_layer_norm else "SkipSimplifiedLayerNormalization",
+        "SkipSimplifiedLayerNormalization",
         pending,
         residual,
-        *weights,
+        _norm_weights(graph, entry, contents)[0],
         name=entry.name,
         domain=CONTRIB,
         wanted=(True, False, False, True) if keeps_sum else (True,),

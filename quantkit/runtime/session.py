@@ -18,6 +18,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.runtime.huge_pages import use_huge_pages
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -56,13 +57,15 @@ def open_session(
             next_step="check the path, or quantize a model first",
         )
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+        session = onnxruntime.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:  # onnxruntime's own exceptions share no useful base class
         raise InputError(
             f"onnxruntime {onnxruntime.__version__} cannot load it ({' '.join(str(error).split())[:300]})",
             where=str(path),
             next_step="copy the folder again with all of its files, or quantize again",
         ) from error
+    use_huge_pages()
+    return session
 
 
 def open_decoder(folder: Path, *, threads: int | None = None, context: int | None = None) -> Decoder:

@@ -85,7 +85,7 @@ def run(command: list[str], log: Path) -> Finished:
     seconds = time.perf_counter() - begin
     lines = output.strip().splitlines()
     if process.returncode:
-        told = [*log.read_text(encoding="utf-8", errors="replace").splitlines()[1:], *lines]
+        told = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:] or lines
         reason = next((line.strip() for line in reversed(told) if line.strip()), "no message")
         raise PeerError(
             f"{reason[:300]} (exit {process.returncode}; {log.parent.name}/{log.name} of the cache)"
