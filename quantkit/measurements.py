@@ -42,6 +42,20 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Similarity:
+    """A quantized encoder beside its reference, window by window of the same text."""
+
+    mean_cosine: float  # of outputs pooled by the mean over positions
+    lowest_cosine: float
+    relative_rms_error: float  # over all outputs: root of summed squares of errors over that of values
+    max_relative_error: float  # greatest difference over greatest reference value
+    num_windows: int
+    window: int
+    text: str
+    is_meaningful: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
     """Repeated runs of one thing."""
 
@@ -148,6 +162,7 @@ class Report:
     size: Size
     environment: Environment
     accuracy: Accuracy | None = None
+    similarity: Similarity | None = None  # in place of accuracy, for an encoder
     latency: tuple[Latency, ...] = ()
     memory: Memory | None = None
     placement: tuple[Placement, ...] = ()

@@ -83,6 +83,7 @@ def run(
         "fit": recipe.fit,
         "target_name": recipe.target,
         "single_file_bytes": recipe.single_file_mb << 20,
+        "original": None if recipe.random_weights else source.folder,
     }
     with new_artifact(folder, force=force) as partial:
         num_weights = sum(layer.num_weights for layer in model_map.layers)
@@ -120,6 +121,7 @@ def run(
             ),
             environment=environment(),
             accuracy=measured.accuracy,
+            similarity=measured.similarity,
             latency=measured.latency,
             memory=measured.memory,
             placement=(measured.placement,),
@@ -138,7 +140,7 @@ def write_float(model: str, folder: Path) -> None:
     source = with_weights(open_source(model), random_weights=False)
     model_map = inspect(model)
     weights = open_weights(source, model_map, random_weights=False)
-    write_reference(model_map, weights, folder, **FLOAT_OPTIONS)
+    write_reference(model_map, weights, folder, original=source.folder, **FLOAT_OPTIONS)
     write_companions(source, model_map, folder)
 
 

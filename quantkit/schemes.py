@@ -42,6 +42,7 @@ class Scheme:
     """A row of the table."""
 
     grid: Grid
+    head: Grid  # of the lm_head and the table it shares: read row by row, and mostly for one position
     activations: str  # "block" or "tensor": how many values of the input share one scale at run time
     description: str
 
@@ -49,6 +50,7 @@ class Scheme:
 def _blocks(size: int, remark: str) -> Scheme:
     return Scheme(
         grid=Grid(block=size),
+        head=Grid(block=size),
         activations="block",
         description=f"INT8 weights and activations, one scale for each {size} inputs; {remark}",
     )
@@ -61,6 +63,7 @@ SCHEMES: dict[str, Scheme] = {
     "int8_block128": _blocks(128, "small and fast"),
     "int8_channel": Scheme(
         grid=Grid(),
+        head=Grid(block=128),
         activations="tensor",
         description="INT8 weights, one scale a row; one activation scale a tensor: fast prompts, inaccurate",
     ),

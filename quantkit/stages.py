@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint import write_checkpoint
 from quantkit.errors import InputError
-from quantkit.export.check import Placement, check_model
+from quantkit.export.check import Placement, check_models
 from quantkit.export.emit import emit_decoder, why_not
+from quantkit.export.emit_encoder import emit_encoder, why_not_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
-from quantkit.export.graph import save
+from quantkit.export.graph import ModelProto, load, save
+from quantkit.export.lower import lower
 from quantkit.export.rotary import context_of
 from quantkit.export.targets import TARGETS
+from quantkit.export.trace import trace
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
 from quantkit.model.tensors import TensorSource
@@ -33,11 +37,12 @@ from quantkit.quantizers.apply import quantized_parts, weight_name
 from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
 from quantkit.schemes import SCHEMES
-from quantkit.tensor_records import Contents, TensorSpec, contents_of
+from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, grids_of
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.safetensors"
 NOTHING = 1 << 62  # a min_dim that no projection reaches
+TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 Count = Callable[[int], None]
 
 
@@ -46,20 +51,17 @@ class Exported:
     """A written model."""
 
     folder: Path
+    kind: str  # "decoder", "encoder" or "traced"
+    paths: tuple[Path, ...]
     contents: Contents
     placement: Placement
     planned_bytes: int
     bytes_per_token: int  # of weights that one decoded token reads
 
     @property
-    def path(self) -> Path:
-        """The graph."""
-        return self.folder / MODEL_FILE
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the graph and of the weights beside it."""
-        return sum(path.stat().st_size for path in (self.path, self.folder / WEIGHTS_FILE) if path.exists())
+        return sum(path.stat().st_size for path in (*self.paths, self.folder / WEIGHTS_FILE) if path.exists())
 
 
 def require_tensors(contents: Contents, source: TensorSource, where: str) -> None:
@@ -78,6 +80,13 @@ def require_tensors(contents: Contents, source: TensorSource, where: str) -> Non
         )
 
 
+def kind_of(model_map: ModelMap) -> str:
+    """How a model is exported: as a fused "decoder" or "encoder", or "traced"."""
+    if why_not(model_map) is None:
+        return "decoder"
+    return "encoder" if why_not_encoder(model_map) is None else "traced"
+
+
 def write_model(
     model_map: ModelMap,
     plan: Plan,
@@ -88,51 +97,94 @@ def write_model(
     fit: str,
     target_name: str,
     single_file_bytes: int,
+    original: Path | None = None,
     keeps_checkpoint: bool = False,
     count: Count = lambda _: None,
 ) -> Exported:
-    """Quantize and export; what is on disk afterwards was read again and agrees with the plan."""
-    reason = why_not(model_map)
-    if reason:
-        raise InputError(f"no exporter for it yet: {reason}", where=model_map.name)
-    scheme = SCHEMES[scheme_name]
-    contents = contents_of(model_map, plan, scheme.grid)
+    """Quantize and export; what is on disk afterwards was read again and agrees with the plan.
+
+    `original` is the folder of the source: only a model that must be traced needs it.
+    """
+    scheme, kind = SCHEMES[scheme_name], kind_of(model_map)
+    contents = contents_of(model_map, plan, grids_of(model_map, scheme), packs_attention=kind != "traced")
     require_tensors(contents, source, model_map.name)
-    specs = contents.tensors()
     checkpoint = write_checkpoint(
         folder / WEIGHTS_FILE,
-        specs,
+        contents.tensors(),
         quantized_parts(
             contents,
             source,
-            transposed={name: row.is_transposed for name, row in LINEARS.items()},
+            transposed=TRANSPOSED,
             gain_offset=model_map.norm_gain_offset,
             fit=fit,
             progress=count,
         ),
         _describe(model_map, plan, contents, scheme_name, fit),
     )
-    total = checkpoint.path.stat().st_size
-    keeps_outside = total > single_file_bytes
-    model = emit_decoder(
-        model_map,
-        contents,
-        checkpoint,
-        scheme=scheme,
-        target=TARGETS[target_name],
-        keeps_weights_outside=keeps_outside,
-        metadata={"max_positions": context_of(model_map), "scheme": scheme_name, "model": model_map.name},
-    )
-    save(model, folder / MODEL_FILE)
+    graph_options: dict[str, Any] = {
+        "scheme": scheme,
+        "target": TARGETS[target_name],
+        "metadata": {
+            "max_positions": context_of(model_map),
+            "scheme": scheme_name,
+            "model": model_map.name,
+            "kind": kind,
+        },
+    }
+    keeps_outside = checkpoint.path.stat().st_size > single_file_bytes
+    if kind == "traced":
+        models, keeps_outside = _traced(model_map, contents, checkpoint, source, original, graph_options)
+    else:
+        emit = emit_decoder if kind == "decoder" else emit_encoder
+        graph_options["keeps_weights_outside"] = keeps_outside
+        models = {MODEL_FILE: emit(model_map, contents, checkpoint, **graph_options)}
+    for name, model in models.items():
+        save(model, folder / name)
     if not keeps_outside and not keeps_checkpoint:
         checkpoint.path.unlink()
+    paths = tuple(folder / name for name in models)
     return Exported(
         folder=folder,
+        kind=kind,
+        paths=paths,
         contents=contents,
-        placement=check_model(folder / MODEL_FILE, plan),
+        placement=check_models(paths, plan),
         planned_bytes=planned_bytes(contents.tensors()),
         bytes_per_token=bytes_per_token(contents),
     )
+
+
+def _traced(
+    model_map: ModelMap,
+    contents: Contents,
+    checkpoint: Checkpoint,
+    source: TensorSource,
+    original: Path | None,
+    options: Mapping[str, Any],
+) -> tuple[dict[str, ModelProto], bool]:
+    """(lowered files by name, whether they read one checkpoint beside them)."""
+    if original is None:
+        raise InputError(
+            f"{model_map.architecture} must be traced, and that needs its weights in a folder",
+            where=model_map.name,
+            next_step="give a local folder with safetensors instead of --random-weights",
+        )
+    with tempfile.TemporaryDirectory(prefix="quantkit-", dir=checkpoint.path.parent) as made:
+        paths = trace(
+            original, Path(made), model_type=model_map.model_type, architecture=model_map.architecture
+        )
+        # Several files, an encoder's and a decoder's, share the weights, so these stay outside of both.
+        outside = len(paths) > 1
+        models = lower(
+            {path.name: load(path) for path in paths},
+            contents,
+            checkpoint,
+            source,
+            transposed=TRANSPOSED,
+            keeps_weights_outside=outside,
+            **options,
+        )
+    return models, outside
 
 
 def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **options: Any) -> Exported:  # noqa: ANN401

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role, Rows
-from quantkit.schemes import Grid
+from quantkit.schemes import Grid, Scheme
 
 DTYPES: dict[str, Any] = {"F32": np.float32, "I8": np.int8, "U8": np.uint8}  # as safetensors spells them
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
@@ -154,6 +154,13 @@ def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[Tens
     blocks, size = grid.num_blocks(columns), grid.block or columns
     codes = TensorSpec(name=f"{name}.codes", dtype="U8", shape=(rows, blocks, size))
     return (codes, _floats(f"{name}.scales", rows, blocks))
+
+
+def grids_of(model_map: ModelMap, scheme: Scheme) -> Mapping[str, Grid]:
+    """The grid of every projection under a scheme."""
+    return {
+        layer.name: scheme.head if layer.role is Role.LM_HEAD else scheme.grid for layer in model_map.layers
+    }
 
 
 def contents_of(

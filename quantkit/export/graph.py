@@ -23,6 +23,7 @@ from quantkit.tensor_records import Checkpoint
 CONTRIB = "com.microsoft"
 ELEMENT_TYPES = {"F32": TensorProto.FLOAT, "I8": TensorProto.INT8, "U8": TensorProto.UINT8}
 METADATA_KEY = "quantkit"
+ModelProto = onnx.ModelProto
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,3 +144,8 @@ class Graph:
 def save(model: onnx.ModelProto, path: Path) -> None:
     """Write the graph; weights beside it are there already."""
     path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def load(path: Path) -> onnx.ModelProto:
+    """Read a graph with all of its weights."""
+    return onnx.load(str(path))

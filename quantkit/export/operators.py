@@ -59,7 +59,7 @@ def matmul(graph: Graph, pack: Pack, x: str, scheme: Scheme) -> str:
         N=pack.out_features,
         bits=pack.grid.bits,
         block_size=pack.grid.block,
-        accuracy_level=INTEGER_ACTIVATIONS if scheme.activations == "block" else 0,
+        accuracy_level=INTEGER_ACTIVATIONS,
     )
 
 

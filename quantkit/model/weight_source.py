@@ -7,6 +7,7 @@ behind one; and a shared tensor under any name that shares it, since a checkpoin
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,13 @@ def reference_logits(source: Source) -> Logits:
     )
     model = model_class.from_pretrained(str(source.folder), dtype=torch.float32, use_safetensors=True)
     model.eval()
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if takes_cache else {}
 
     def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
         with torch.inference_mode():
-            made = model(input_ids=torch.from_numpy(ids), use_cache=False).logits
+            outputs = model(input_ids=torch.from_numpy(ids), **options)
+        made = outputs.logits if "logits" in outputs else outputs[0]  # a model without a head: its states
         values: NDArray[np.float32] = made.float().numpy()
         return values
 

@@ -198,6 +198,7 @@ def _comparison(document: Json) -> Table:
         rows=(
             *_size_rows(document["size"]),
             *_accuracy_rows(document.get("accuracy")),
+            *_similarity_rows(document.get("similarity")),
             *_latency_rows(document.get("latency", [])),
             *_memory_rows(document.get("memory", {})),
         ),
@@ -230,6 +231,16 @@ def _accuracy_rows(accuracy: Json | None) -> Iterable[Row]:
     yield f"same likeliest token{label}", "-", f"{accuracy['top1_agreement']:.2%}", "-"
     error = accuracy["max_relative_logit_error"]
     yield f"largest logit error{label}", "-", f"{error:.2%}", "-"
+
+
+def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
+    if similarity is None:
+        return
+    label = "" if similarity["is_meaningful"] else " (meaningless: random weights)"
+    yield f"cosine of pooled outputs, mean{label}", "-", f"{similarity['mean_cosine']:.5f}", "-"
+    yield f"cosine of pooled outputs, lowest{label}", "-", f"{similarity['lowest_cosine']:.5f}", "-"
+    yield f"error of all outputs, RMS{label}", "-", f"{similarity['relative_rms_error']:.2%}", "-"
+    yield f"largest output error{label}", "-", f"{similarity['max_relative_error']:.2%}", "-"
 
 
 def _latency_rows(entries: list[Json]) -> Iterable[Row]:
@@ -288,6 +299,12 @@ def _protocol(document: Json) -> Iterable[str]:
         yield (
             f"accuracy: {protocol['num_tokens']:,} tokens of {protocol['text']} predicted once each, window "
             f"{protocol['window']}, stride {protocol['stride']}; ± is one standard error{meaning}"
+        )
+    similarity = document.get("similarity")
+    if similarity:
+        yield (
+            f"accuracy: {similarity['num_windows']} windows of {similarity['window']} tokens of "
+            f"{similarity['text']}, outputs against the original's"
         )
     for entry in document.get("latency", []):
         decoded = f", {entry['num_decoded']} tokens after it" if entry.get("num_decoded") else ""

@@ -1,6 +1,6 @@
 """One model alone in a process: loaded, or loaded and run, so that the process's peak memory is the model's.
 
-python -m quantkit.runtime.trial empty|load|run FOLDER PROMPT DECODE THREADS
+python -m quantkit.runtime.trial empty|load|run|encode FOLDER PROMPT DECODE THREADS
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quantkit.runtime.encoder import encode, open_encoder
 from quantkit.runtime.session import open_decoder, start, step
 
 
@@ -18,9 +19,12 @@ def main(arguments: list[str]) -> None:
     what, folder, prompt, decode, threads = arguments
     if what == "empty":
         return
-    decoder = open_decoder(Path(folder), threads=int(threads))
-    if what == "load":
+    if what in ("load", "encode"):
+        encoder = open_encoder(Path(folder), threads=int(threads))
+        if what == "encode":
+            encode(encoder, np.ones((1, int(prompt)), np.int64))
         return
+    decoder = open_decoder(Path(folder), threads=int(threads))
     state = start(decoder, batch=1, capacity=int(prompt) + int(decode))
     step(state, np.ones((1, int(prompt)), np.int64))
     for _ in range(int(decode)):
