@@ -94,7 +94,7 @@ def quantize(
     exclude: Exclude = None,
     recipe: Annotated[Path | None, typer.Option(help="a recipe file; flags override it")] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="how weights become integers  [default: int8_block128]")
+        str | None, typer.Option(help="how weights become integers  [default: by kind of model]")
     ] = None,
     target: Annotated[str | None, typer.Option(help="who runs the file  [default: cpu]")] = None,
     output: Annotated[

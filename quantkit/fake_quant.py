@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.grid import decode, from_bytes
+from quantkit.records import READ_NO_NORM
+from quantkit.schemes import SCHEMES
 from quantkit.tensor_records import Checkpoint
 
 LARGEST_CODE = 127
 NUM_UNSIGNED_STEPS = 255
+SMALLEST_PEAK = 1e-20
 
 
 def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
@@ -26,6 +29,7 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
     from quantkit.model.linears import weight_OI  # noqa: PLC0415 - the model's half; everything else is ours
 
     described = checkpoint.description
+    scales_tokens = SCHEMES[described["scheme"]].activations == "token"
     parents = dict(module.named_modules())
     tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
     for pack in described["packs"]:
@@ -42,7 +46,8 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
             row += count
             if pack["grid"] and rounds_inputs and not hasattr(linear, "_rounds_inputs"):
                 linear._rounds_inputs = True
-                linear.register_forward_pre_hook(_rounding(block))
+                by_token = scales_tokens and layer["role"] in READ_NO_NORM
+                linear.register_forward_pre_hook(_rounding(block, by_token=by_token))
     for table in described["tables"]:
         if table["grid"] and table["name"] not in tied:
             embedding: Any = parents[table["name"]]
@@ -71,9 +76,12 @@ def _rows(rows: Mapping[str, int]) -> Tensor:
     return torch.cat([torch.arange(start, start + rows["length"]) for start in starts])
 
 
-def _rounding(block: int | None) -> Any:  # noqa: ANN401 - torch's hook
+def _rounding(block: int | None, *, by_token: bool) -> Any:  # noqa: ANN401 - torch's hook
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *rest = inputs
+        if by_token:
+            peaks = first.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK)
+            return (round_tensor(first / peaks) * peaks, *rest)
         return (round_blocks(first, block) if block else round_tensor(first), *rest)
 
     return hook

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from quantkit.stages import Exported, reference_size, write_reference
 
 PROVIDER = "CPUExecutionProvider"
 Model = Decoder | Encoder
+SETTLING_SECONDS = 0.05
 SMALLEST_VOCABULARY = 28  # ids that every encoder has
 LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
 SAFE_SHARE = 0.6  # of the free memory that a float reference may take
@@ -245,15 +247,21 @@ def _latency(
         )
 
 
+def settle() -> None:
+    """Wait until the other model's threads, which look out for work for a while, have gone to sleep."""
+    time.sleep(SETTLING_SECONDS)
+
+
 def _runs(model: Model, prompt: int, decode: int) -> Runs:
     """The phases of one model; a decoder's cache is made anew before each prompt, untimed."""
     vocab_size = model.vocab_size if isinstance(model, Decoder) else SMALLEST_VOCABULARY
     ids = np.random.default_rng(0).integers(0, vocab_size, (1, prompt)).astype(np.int64)
     if isinstance(model, Encoder):
-        return Runs(prefill=lambda: encode(model, ids))
+        return Runs(prefill=lambda: encode(model, ids), prepare=settle)
     states: list[State] = []
 
     def prepare() -> None:
+        settle()
         states[:] = [start(model, batch=1, capacity=prompt + decode)]
 
     return Runs(

@@ -21,18 +21,18 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weight_source import open_weights, with_weights
 from quantkit.plan import choose
-from quantkit.recipe import Recipe, dump_recipe
+from quantkit.recipe import Recipe, dump_recipe, override
 from quantkit.records import Plan, to_json
 from quantkit.report.progress import Progress
 from quantkit.report.quantization import quantization_page, report_json
 from quantkit.report.tables import to_markdown
-from quantkit.schemes import DEFAULT_SCHEME
-from quantkit.stages import Exported, write_companions, write_model, write_reference
+from quantkit.schemes import AUTO, DEFAULT_SCHEMES
+from quantkit.stages import Exported, kind_of, write_companions, write_model, write_reference
 
 RECIPE_FILE = "recipe.yaml"
 HASHED_PACKAGES = ("quantkit-onnx", "torch", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
 FLOAT_OPTIONS: dict[str, Any] = {
-    "scheme_name": DEFAULT_SCHEME,
+    "scheme_name": DEFAULT_SCHEMES["decoder"],
     "fit": "rtn",
     "target_name": "cpu",
     "single_file_bytes": 64 << 20,
@@ -74,6 +74,8 @@ def run(
             next_step=f"'quantkit inspect {recipe.model}' lists their sizes; lower --min-dim",
         )
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
+    if recipe.scheme == AUTO:
+        recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind_of(model_map)]})
     if recipe.measure.accuracy:
         read_text(recipe.measure)  # a text that cannot be read is better said now than after the work
     folder = output or Path(f"{source.name.replace('/', '--')}-{recipe.scheme}")

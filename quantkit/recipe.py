@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import InputError
-from quantkit.schemes import DEFAULT_SCHEME, SCHEMES
+from quantkit.schemes import AUTO, SCHEMES
 
 
 class Select(BaseModel):
@@ -53,7 +53,7 @@ class Recipe(BaseModel):
 
     model: str | None = Field(default=None, description="a folder, a built-in name, a Hub name, or 'demo'")
     select: Select = Select()
-    scheme: Literal[*SCHEMES] = Field(default=DEFAULT_SCHEME, description="how weights become integers")  # type: ignore[valid-type]
+    scheme: Literal[AUTO, *SCHEMES] = Field(default=AUTO, description="how weights become integers")  # type: ignore[valid-type]
     fit: Literal["rtn"] = Field(default="rtn", description="how the scales are chosen")
     target: Literal["cpu"] = Field(default="cpu", description="who runs the file")
     single_file_mb: int = Field(

@@ -30,6 +30,9 @@ class Role(StrEnum):
 ATTENTION_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT)
 FFN_ROLES = (Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN, Role.FFN_LATENT)
 
+# What attention and an FFN's middle give varies in size from token to token; what a norm gives does not.
+READ_NO_NORM = (Role.ATTENTION_OUT, Role.FFN_DOWN)
+
 
 class FfnKind(StrEnum):
     """A standard FFN has 2 projections (up, down); a gated one has 3 (gate, up, down)."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Quantize a checkpoint as large as Llama-2-7B (13 GB, random, sharded) and see what memory and time it needs.
+"""Quantize a checkpoint as large as Llama-2-7B (13 GB, random, sharded): how much memory, how fast.
 
     .venv/bin/python scripts/bench_large.py [--folder DIR] [--scheme NAME] [--layers 32] [--keep]
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy as np
 
 from quantkit.evaluate.memory import run_and_measure
 from quantkit.model.known import known_config
+from quantkit.runtime.doctor import read_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD_BYTES = 5 * 10**9
@@ -122,7 +122,7 @@ def main() -> int:
         "loads_and_runs": loaded.exit_code == 0,
         "load_and_run_seconds": round(time.perf_counter() - started, 1),
         "load_peak_bytes": loaded.peak_bytes,
-        "machine": platform.processor() or platform.machine(),
+        "machine": read_cpu().model,
         "versions": {name: version(name) for name in ("quantkit-onnx", "numpy", "onnxruntime", "torch")},
         "bars": {
             f"peak <= {MEMORY_BAR_GB} GB": ran.peak_bytes <= MEMORY_BAR_GB * 1e9,

@@ -129,7 +129,7 @@ def test_defaults_are_kept_where_nothing_is_said(tmp_path):
     recipe = loaded(tmp_path, "select: {min_dim: 768}")
     assert recipe == Recipe(select={"min_dim": 768})
     assert recipe.select.include == []
-    assert recipe.scheme == "int8_block128"
+    assert recipe.scheme == "auto"
     assert loaded(tmp_path, "{}") == Recipe()
 
 
@@ -211,7 +211,7 @@ def test_the_schema_forbids_and_describes_as_the_code_does():
         assert section["additionalProperties"] is False
         for name, entry in section["properties"].items():
             assert "$ref" in entry or "description" in entry, name
-    assert set(schema["properties"]["scheme"]["enum"]) == set(SCHEMES)
+    assert set(schema["properties"]["scheme"]["enum"]) == {"auto", *SCHEMES}
 
 
 def test_every_shipped_recipe_says_what_it_shows_and_may_name_the_schema():

@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.grid import encode, largest_magnitude_scales
-from quantkit.schemes import DEFAULT_SCHEME, SCHEMES, Grid, scheme
+from quantkit.schemes import DEFAULT_SCHEMES, SCHEMES, Grid, scheme
 
 pytestmark = pytest.mark.once
 
@@ -39,4 +39,5 @@ def test_an_unknown_scheme_is_refused_with_all_that_there_are():
         scheme("int4_magic")
     assert "int4_magic" in str(caught.value)
     assert all(name in str(caught.value) for name in SCHEMES)
-    assert scheme(DEFAULT_SCHEME) is SCHEMES[DEFAULT_SCHEME]
+    assert set(DEFAULT_SCHEMES.values()) <= set(SCHEMES)
+    assert scheme("int8_token") is SCHEMES["int8_token"]

@@ -15,11 +15,12 @@ from onnx import TensorProto
 from quantkit.errors import InputError
 from quantkit.export.graph import CONTRIB, Graph
 from quantkit.grid import ZERO_POINT
-from quantkit.records import Activation, Norm, NormKind
+from quantkit.records import READ_NO_NORM, Activation, Norm, NormKind
 from quantkit.schemes import Scheme
 from quantkit.tensor_records import Contents, Pack, TableEntry
 
 INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
+SMALLEST_PEAK = 1e-20  # a token of zeros stays zeros
 ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
     Activation.RELU: ("Relu", ""),
     Activation.GELU: ("Gelu", CONTRIB),
@@ -35,16 +36,8 @@ def matmul(graph: Graph, pack: Pack, x: str, scheme: Scheme) -> str:
         return _float_matmul(graph, pack, x, bias)
     graph.integer_nodes[pack.name] = [layer.name for layer in pack.layers]
     if pack.grid.block is None:
-        return graph.op(
-            "DynamicQuantizeMatMul",
-            x,
-            graph.weight(f"{pack.name}.codes_IO"),
-            graph.weight(f"{pack.name}.scales"),
-            "",
-            bias,
-            name=pack.name,
-            domain=CONTRIB,
-        )
+        by_token = scheme.activations == "token" and pack.layers[0].role in READ_NO_NORM
+        return _row_scaled(graph, pack, x, bias) if by_token else _per_channel(graph, pack, x, bias)
     return graph.op(
         "MatMulNBits",
         x,
@@ -61,6 +54,21 @@ def matmul(graph: Graph, pack: Pack, x: str, scheme: Scheme) -> str:
         block_size=pack.grid.block,
         accuracy_level=INTEGER_ACTIVATIONS,
     )
+
+
+def _per_channel(graph: Graph, pack: Pack, x: str, bias: str) -> str:
+    """Weights with one scale a row; the operator gives the whole input one scale."""
+    codes, scales = graph.weight(f"{pack.name}.codes_IO"), graph.weight(f"{pack.name}.scales")
+    return graph.op("DynamicQuantizeMatMul", x, codes, scales, "", bias, name=pack.name, domain=CONTRIB)
+
+
+def _row_scaled(graph: Graph, pack: Pack, x: str, bias: str) -> str:
+    """The same with every token divided by its largest value first, so that one scale suits them all."""
+    peak = graph.op("ReduceMax", graph.op("Abs", x), graph.integers(-1), keepdims=1)
+    peak = graph.op("Max", peak, graph.constant("smallest", np.array(SMALLEST_PEAK, np.float32)))
+    product = _per_channel(graph, pack, graph.op("Div", x, peak), "")
+    product = graph.op("Mul", product, peak)
+    return graph.op("Add", product, bias) if bias else product
 
 
 def _float_matmul(graph: Graph, pack: Pack, x: str, bias: str) -> str:

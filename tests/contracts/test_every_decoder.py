@@ -122,6 +122,7 @@ def test_the_float_graph_is_the_model(name, sizes, tmp_path):
             ("int8_block32", CASES),
             ("int8_block128", CASES[:4]),
             ("int8_channel", CASES[:4]),
+            ("int8_token", CASES[:4]),
         )
         for case in cases
     ],

@@ -10,6 +10,7 @@ from exporting import build_tiny, error, export
 from quantkit.checkpoint import open_checkpoint
 from quantkit.export.targets import TARGETS
 from quantkit.recipe import Recipe
+from quantkit.records import Role
 from quantkit.runtime.session import all_logits, open_decoder
 from quantkit.schemes import SCHEMES
 from quantkit.stages import planned_bytes
@@ -65,11 +66,12 @@ def test_planned_bytes_are_the_bytes_of_the_tensors(name, exported):
     assert result.planned_bytes == sum(array.nbytes for array in arrays)
     assert result.planned_bytes == planned_bytes(slot.spec for slot in checkpoint.slots.values())
     assert {str(array.dtype) for array in arrays} <= {np.dtype(kind).name for kind in DTYPES.values()}
-    grid = SCHEMES[name].grid
     for pack in result.contents.packs:
         stored = sum(
             checkpoint.slots[spec.name].length for spec in pack.tensors() if not spec.name.endswith(".bias")
         )
+        is_head = pack.layers[0].role is Role.LM_HEAD
+        grid = SCHEMES[name].head if is_head else SCHEMES[name].grid
         assert stored == grid.num_bytes(pack.out_features, pack.in_features)
 
 
@@ -79,7 +81,8 @@ def test_every_planned_projection_is_integer_in_the_file(name, exported):
     assert len(placement.projections) == 13  # six of each block, and the head
     assert placement.num_integer_nodes == 9, "query, key and value are one node"
     blockwise = SCHEMES[name].activations == "block"
-    assert set(placement.integer_operators) == ({"MatMulNBits"} if blockwise else {"DynamicQuantizeMatMul"})
+    head_alone = {"DynamicQuantizeMatMul": 8, "MatMulNBits": 1}
+    assert placement.integer_operators == ({"MatMulNBits": 9} if blockwise else head_alone)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if SCHEMES[name].activations == "block"])
@@ -92,7 +95,7 @@ def test_a_row_is_the_same_beside_any_other(name, exported):
 @pytest.mark.once
 def test_a_recipe_can_name_every_scheme_and_target_and_no_other():
     schema = Recipe.model_json_schema()["properties"]
-    assert set(schema["scheme"]["enum"]) == set(SCHEMES)
+    assert set(schema["scheme"]["enum"]) == {"auto", *SCHEMES}
     assert set(schema["target"].get("enum", [schema["target"].get("const")])) == set(TARGETS)
 
 
@@ -100,6 +103,9 @@ def test_a_recipe_can_name_every_scheme_and_target_and_no_other():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_its_name_says_its_grid(name):
     row = SCHEMES[name]
-    assert name == f"int{row.grid.bits}_" + (f"block{row.grid.block}" if row.grid.block else "channel")
-    assert row.activations == ("block" if row.grid.block else "tensor")
+    kinds = {"tensor": "channel", "token": "token"}
+    kind = f"block{row.grid.block}" if row.grid.block else kinds[row.activations]
+    assert name == f"int{row.grid.bits}_{kind}"
+    assert (row.activations == "block") is (row.grid.block is not None)
+    assert row.head.block, "one position at a time is read block-wise"
     assert row.description

@@ -20,7 +20,7 @@ from checkpoints import quantize
 from exporting import NOTHING, build_tiny, error
 
 from quantkit.errors import InputError
-from quantkit.export.check import check_model
+from quantkit.export.check import check_models
 from quantkit.export.emit_encoder import HEADS, depths, emit_encoder, why_not_encoder
 from quantkit.export.graph import METADATA_KEY, save
 from quantkit.fake_quant import fake_quantize
@@ -112,7 +112,7 @@ def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
     model = build_tiny(CLASSES[name] + "ForMaskedLM", sizes)
     quantized = quantize(model, tmp_path, scheme=scheme)
     write(quantized, tmp_path / "model.onnx")
-    placement = check_model(tmp_path / "model.onnx", quantized.plan)
+    placement = check_models([tmp_path / "model.onnx"], quantized.plan)
     assert set(placement.projections) == {layer.name for layer in quantized.map.layers}
     made, wanted = run(tmp_path / "model.onnx")["logits"], original(model)["logits"]
     fake = original(fake_quantize(copy.deepcopy(model), quantized.checkpoint))["logits"]
@@ -172,7 +172,7 @@ def test_half_planned_attention_is_computed_apart(tmp_path):
     model = build_tiny("BertModel", dict(FAMILIES["bert"].tiny))
     quantized = quantize(model, tmp_path, exclude=("*.key",))
     write(quantized, tmp_path / "model.onnx")
-    done = set(check_model(tmp_path / "model.onnx", quantized.plan).projections)
+    done = set(check_models([tmp_path / "model.onnx"], quantized.plan).projections)
     assert done == {layer.name for layer in quantized.map.layers if not layer.name.endswith(".key")}
     made, wanted = run(tmp_path / "model.onnx"), original(model)
     assert error(made["last_hidden_state"], wanted["last_hidden_state"]).relative < 0.1
@@ -185,7 +185,7 @@ def test_a_node_that_is_gone_is_named(tmp_path):
     lost.op_type, lost.domain = "MatMul", ""
     save(model, tmp_path / "model.onnx")
     with pytest.raises(InputError, match=r"encoder\.layer\.0\.intermediate\.dense"):
-        check_model(tmp_path / "model.onnx", quantized.plan)
+        check_models([tmp_path / "model.onnx"], quantized.plan)
 
 
 @pytest.mark.parametrize(
