@@ -2,12 +2,14 @@
 
 A decoded token reads every weight once; in pages of 4 KB that is tens of thousands of address translations,
 and in pages of 2 MB a few dozen. Most distributions grant large pages only on request ("madvise"), and
-onnxruntime does not request them, so it is done here for the memory that a loaded session holds: advice
-that the system may ignore, and that changes no result. See docs/log.md for what it gained.
+onnxruntime does not request them. So while a session is loaded, the C library is told to put its large
+allocations side by side, and afterwards large pages are requested under them. Both are advice that
+a system may ignore and that changes no result; docs/log.md says what it gained.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 from collections.abc import Iterator
@@ -15,25 +17,35 @@ from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
 PAGE_BYTES = 2 << 20
-SMALLEST_BYTES = 4 << 20  # regions below this hold no weights worth the call
 HUGEPAGE, COLLAPSE = 14, 25  # madvise: from now on; and now, for what is there already (Linux 6.1)
+MMAP_THRESHOLD = -3  # mallopt: from which size on an allocation gets a region of its own
+SIDE_BY_SIDE = 1 << 30
+USUAL_THRESHOLD = 32 << 20  # where the library's own rule ends up after a few large allocations
 
 
-def use_huge_pages() -> int:
-    """Ask for large pages under this process's large anonymous regions; bytes that were granted at once."""
-    if not sys.platform.startswith("linux") or not MAPS.exists():
-        return 0
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
+@contextlib.contextmanager
+def huge_pages() -> Iterator[None]:
+    """Large pages under what is allocated inside of the block and still there at its end."""
+    library = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+    if library is None or not hasattr(library, "mallopt"):  # another system, or another C library
+        yield
+        return
+    library.mallopt(MMAP_THRESHOLD, SIDE_BY_SIDE)
+    try:
+        yield
+    finally:
+        library.mallopt(MMAP_THRESHOLD, USUAL_THRESHOLD)
+    madvise = library.madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    granted = 0
-    for start, end in _large_regions(MAPS.read_text(encoding="ascii", errors="replace")):
-        length = end - start
-        if madvise(start, length, HUGEPAGE) == 0 and madvise(start, length, COLLAPSE) == 0:
-            granted += length
-    return granted
+    for start, end in large_regions(MAPS.read_text(encoding="ascii", errors="replace")):
+        if madvise(start, end - start, HUGEPAGE) == 0:
+            for page in range(
+                start, end, PAGE_BYTES
+            ):  # one by one: the first failure would end a longer call
+                madvise(page, PAGE_BYTES, COLLAPSE)
 
 
-def _large_regions(maps: str) -> Iterator[tuple[int, int]]:
+def large_regions(maps: str) -> Iterator[tuple[int, int]]:
     """Writable private memory without a file behind it, cut to whole large pages."""
     for line in maps.splitlines():
         addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
@@ -41,5 +53,5 @@ def _large_regions(maps: str) -> Iterator[tuple[int, int]]:
             continue
         first, last = (int(part, 16) for part in addresses.split("-"))
         start, end = -(-first // PAGE_BYTES) * PAGE_BYTES, last // PAGE_BYTES * PAGE_BYTES
-        if end - start >= SMALLEST_BYTES:
+        if end > start:
             yield start, end

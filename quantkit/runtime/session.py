@@ -18,7 +18,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.huge_pages import use_huge_pages
+from quantkit.runtime.huge_pages import huge_pages
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -57,15 +57,14 @@ def open_session(
             next_step="check the path, or quantize a model first",
         )
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+        with huge_pages():
+            return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:  # onnxruntime's own exceptions share no useful base class
         raise InputError(
             f"onnxruntime {onnxruntime.__version__} cannot load it ({' '.join(str(error).split())[:300]})",
             where=str(path),
             next_step="copy the folder again with all of its files, or quantize again",
         ) from error
-    use_huge_pages()
-    return session
 
 
 def open_decoder(folder: Path, *, threads: int | None = None, context: int | None = None) -> Decoder:
@@ -118,10 +117,14 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
             next_step="shorten the prompt or ask for fewer new tokens",
         )
     binding = decoder.session.io_binding()
-    buffers = []
-    for past, present, heads, width in decoder.caches:
-        empty = np.zeros((batch, heads, capacity, width), np.float32)
-        buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
+    sizes = [batch * heads * capacity * width for _, _, heads, width in decoder.caches]
+    # One allocation for all layers, since numpy asks for large pages under large arrays only.
+    memory = np.zeros(sum(sizes), np.float32)
+    buffers, offset = [], 0
+    for (past, present, heads, width), size in zip(decoder.caches, sizes, strict=True):
+        part = memory[offset : offset + size].reshape(batch, heads, capacity, width)
+        offset += size
+        buffer = onnxruntime.OrtValue.ortvalue_from_numpy(part)
         binding.bind_ortvalue_input(past, buffer)
         binding.bind_ortvalue_output(present, buffer)
         buffers.append(buffer)
