@@ -47,7 +47,7 @@ def probabilities(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np
     weights: NDArray[np.float64] = np.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
     if sampling.top_p < 1:
-        order = np.argsort(-weights, axis=1, kind="stable")
+        order = np.argsort(-scores, axis=1, kind="stable")  # scores still tell apart what exp rounds alike
         ranked = np.take_along_axis(weights, order, axis=1)
         # A token stays while those before it have not reached p, so the most likely one always does.
         stays = np.cumsum(ranked, axis=1) - ranked < sampling.top_p

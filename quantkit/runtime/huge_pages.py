@@ -18,9 +18,11 @@ from pathlib import Path
 MAPS = Path("/proc/self/maps")
 PAGE_BYTES = 2 << 20
 HUGEPAGE, COLLAPSE = 14, 25  # madvise: from now on; and now, for what is there already (Linux 6.1)
-MMAP_THRESHOLD = -3  # mallopt: from which size on an allocation gets a region of its own
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt: free memory kept; size from which on to use own regions
 SIDE_BY_SIDE = 1 << 30
-USUAL_THRESHOLD = 32 << 20  # where the library's own rule ends up after a few large allocations
+# Where the library's own rule ends up after a few large allocations. Setting one of the two ends that rule,
+# and a low limit of kept memory would then give back and fetch again the same pages in each run.
+USUAL_THRESHOLD, USUAL_TRIM = 32 << 20, 64 << 20
 
 
 @contextlib.contextmanager
@@ -35,6 +37,7 @@ def huge_pages() -> Iterator[None]:
         yield
     finally:
         library.mallopt(MMAP_THRESHOLD, USUAL_THRESHOLD)
+        library.mallopt(TRIM_THRESHOLD, USUAL_TRIM)
     madvise = library.madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start, end in large_regions(MAPS.read_text(encoding="ascii", errors="replace")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ class Decoder:
     context: int
     vocab_size: int
     metadata: dict[str, Any] = field(default_factory=dict)
+    spare: list[Floats] = field(default_factory=list)  # memory of caches that are no longer used
 
 
 def usable_cores() -> int:
@@ -95,7 +97,7 @@ def open_decoder(folder: Path, *, threads: int | None = None, context: int | Non
     )
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, weakref_slot=True)
 class State:
     """The caches of one batch, and how many positions of them are filled."""
 
@@ -118,8 +120,7 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         )
     binding = decoder.session.io_binding()
     sizes = [batch * heads * capacity * width for _, _, heads, width in decoder.caches]
-    # One allocation for all layers, since numpy asks for large pages under large arrays only.
-    memory = np.zeros(sum(sizes), np.float32)
+    memory = _take_memory(decoder, sum(sizes))
     buffers, offset = [], 0
     for (past, present, heads, width), size in zip(decoder.caches, sizes, strict=True):
         part = memory[offset : offset + size].reshape(batch, heads, capacity, width)
@@ -128,7 +129,7 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         binding.bind_ortvalue_input(past, buffer)
         binding.bind_ortvalue_output(present, buffer)
         buffers.append(buffer)
-    return State(
+    state = State(
         decoder=decoder,
         binding=binding,
         buffers=buffers,
@@ -136,6 +137,24 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         length=0,
         capacity=capacity,
     )
+    weakref.finalize(state, decoder.spare.append, memory)
+    return state
+
+
+def _take_memory(decoder: Decoder, size: int) -> Floats:
+    """Memory for all layers of one batch, used before if possible: fresh pages cost a prompt more than zeros.
+
+    One array, since numpy asks for large pages under large arrays only. What an earlier text left in it is
+    never read, because the lengths say how much of a cache is filled.
+    """
+    decoder.spare.sort(key=len)
+    fitting = next((number for number, each in enumerate(decoder.spare) if len(each) >= size), None)
+    if fitting is not None:
+        return decoder.spare.pop(fitting)
+    decoder.spare.clear()  # all too small; the next one serves them too
+    memory = np.empty(size, np.float32)
+    memory.fill(0)  # every page is fetched now and not by the first prompt
+    return memory
 
 
 def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
