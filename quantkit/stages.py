@@ -119,7 +119,7 @@ def write_model(
             fit=fit,
             progress=count,
         ),
-        _describe(model_map, plan, contents, scheme_name, fit),
+        describe(model_map, plan, contents, scheme_name, fit),
     )
     graph_options: dict[str, Any] = {
         "scheme": scheme,
@@ -213,7 +213,7 @@ def reference_size(model_map: ModelMap) -> int:
     return 4 * model_map.num_parameters
 
 
-def _describe(
+def describe(
     model_map: ModelMap, plan: Plan, contents: Contents, scheme_name: str, fit: str
 ) -> dict[str, Any]:
     """What the checkpoint's header says, so that it can be read without the model."""

@@ -14,9 +14,10 @@ from quantkit.model.inspect import map_module
 from quantkit.model.linears import LINEARS
 from quantkit.plan import choose
 from quantkit.quantizers.apply import quantized_parts
-from quantkit.records import ModelMap, Plan, to_json
+from quantkit.records import ModelMap, Plan
 from quantkit.schemes import SCHEMES
-from quantkit.tensor_records import Checkpoint, Contents, contents_of
+from quantkit.stages import describe
+from quantkit.tensor_records import Checkpoint, Contents, contents_of, grids_of
 
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 
@@ -65,23 +66,11 @@ def quantize(
 ) -> Quantized:
     model_map = map_module(model, name="tiny")
     plan = choose(model_map, min_dim=min_dim, exclude=exclude)
-    contents = contents_of(model_map, plan, SCHEMES[scheme].grid, packs_attention=packs_attention)
+    contents = contents_of(
+        model_map, plan, grids_of(model_map, SCHEMES[scheme]), packs_attention=packs_attention
+    )
     source = ModuleTensors(model)
-    description = {
-        "packs": [
-            {
-                "name": pack.name,
-                "grid": to_json(pack.grid),
-                "table": pack.table,
-                "layers": [to_json(layer) for layer in pack.layers],
-            }
-            for pack in contents.packs
-        ],
-        "tables": [
-            {"name": entry.table.name, "grid": to_json(entry.grid), "shares": entry.shares}
-            for entry in contents.tables
-        ],
-    }
+    description = describe(model_map, plan, contents, scheme, "rtn")
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = write_checkpoint(
         folder / "weights.safetensors",
