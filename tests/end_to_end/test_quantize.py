@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from unittest import mock
 
 import ml_dtypes
@@ -24,6 +26,7 @@ from safetensors.numpy import load_file, save_file
 from test_cli import quantkit as quantkit_alone
 
 from quantkit import cli
+from quantkit.export.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.runtime.session import all_logits, open_decoder
 
@@ -300,3 +303,38 @@ def test_killed_at_any_moment_nothing_half_written_stays(tiny, tmp_path):
     again = quantkit("quantize", str(tiny), *NEVER, "-o", str(out))
     assert again.returncode == 0, again.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"tiny", "out"}
+
+
+def test_an_encoder_is_compared_by_its_outputs(tmp_path):
+    """BERT with the demo's tokenizer: what counts is how close its vectors stay, and the time of a text."""
+    sizes = {**FAMILIES["bert"].tiny, "vocab_size": 4096, "max_position_embeddings": 160, "hidden_size": 64}
+    folder = tmp_path / "bert"
+    build_tiny("BertModel", sizes).save_pretrained(folder)
+    demo = Path(str(resources.files("quantkit") / "assets" / "demo"))
+    shutil.copyfile(demo / "tokenizer.json", folder / "tokenizer.json")
+    recipe = tmp_path / "quick.yaml"
+    recipe.write_text("select: {min_dim: 1}\nmeasure: {seconds: 1.0, max_tokens: 600, threads: 1}\n")
+    out = tmp_path / "out"
+    ran = quantkit("quantize", str(folder), "--recipe", str(recipe), "-o", str(out), "--json")
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["scheme"] == "int8_token", "the default of encoders"
+    assert document["similarity"]["mean_cosine"] > 0.998
+    assert 0 < document["similarity"]["relative_rms_error"] < 0.05
+    assert "decode_ms_per_token" not in document["latency"][0]
+    assert "accuracy" not in document
+    assert "cosine" in quantkit("report", str(out)).stdout
+
+
+def test_a_traced_model_is_whole_and_says_what_was_not_measured(tmp_path):
+    reason = why_not_trace()
+    if reason:
+        pytest.skip(f"optimum's exporter does not import here: {reason}")
+    build_tiny("T5ForConditionalGeneration", dict(FAMILIES["t5"].tiny)).save_pretrained(tmp_path / "t5")
+    out = tmp_path / "out"
+    ran = quantkit("quantize", str(tmp_path / "t5"), "--min-dim", "1", "-o", str(out))
+    assert ran.returncode == 0, ran.stderr
+    assert "33 of 33 projections" in ran.stdout
+    assert "nothing of it is measured yet" in ran.stdout
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert {"encoder_model.onnx", "decoder_model.onnx", "weights.safetensors"} <= set(manifest["files"])
