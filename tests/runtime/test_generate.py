@@ -39,7 +39,7 @@ def naive_probabilities(row, sampling):
     weights = [weight / sum(weights) for weight in weights]
     if sampling.top_p < 1:
         reached, kept = 0.0, set()
-        for index in sorted(range(len(weights)), key=lambda index: -weights[index]):
+        for index in sorted(range(len(weights)), key=lambda index: -scores[index]):
             if abs(reached - sampling.top_p) < 1e-9:
                 return None
             if reached >= sampling.top_p:
