@@ -26,24 +26,28 @@ SMALLEST_PEAK = 1e-20
 
 def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
     """Put the checkpoint's values into a torch model of the same architecture, in place."""
-    from quantkit.model.linears import weight_OI  # noqa: PLC0415 - the model's half; everything else is ours
+    from quantkit.model.families import family_of  # noqa: PLC0415 - reading needs no transformers
+    from quantkit.model.linears import weight_OI  # noqa: PLC0415
+    from quantkit.model.places import checkpoint_name  # noqa: PLC0415
 
     described = checkpoint.description
     scales_tokens = SCHEMES[described["scheme"]].activations == "token"
-    parents = dict(module.named_modules())
+    row = family_of(described["model_type"])
+    family = row[1] if row else None
+    parents = {checkpoint_name(path, family): child for path, child in module.named_modules()}
     tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
     for pack in described["packs"]:
         block = pack["grid"]["block"] if pack["grid"] else None
         values = None if pack["table"] else torch.from_numpy(pack_values(checkpoint, pack))
-        row = 0
+        done = 0
         for layer in pack["layers"]:
             linear = parents[layer["matrix"]]
             count = layer["out_features"]
             if values is not None:
                 with torch.no_grad():
                     target = weight_OI(linear, layer["stored_as"])
-                    target[_rows(layer["rows"])] = values[row : row + count].to(target.dtype)
-            row += count
+                    target[_rows(layer["rows"])] = values[done : done + count].to(target.dtype)
+            done += count
             if pack["grid"] and rounds_inputs and not hasattr(linear, "_rounds_inputs"):
                 linear._rounds_inputs = True
                 by_token = scales_tokens and layer["role"] in READ_NO_NORM
