@@ -131,4 +131,5 @@ def check_recipe(content: Any, *, where: str) -> Recipe:  # noqa: ANN401 - whate
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML with every key written out, so that it reproduces the run."""
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+    # Escaped, because YAML takes some Unicode characters for the end of a line.
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False)
