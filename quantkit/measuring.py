@@ -40,7 +40,6 @@ from quantkit.measurements import (
 from quantkit.model.load import Source
 from quantkit.model.tensors import TensorSource
 from quantkit.model.weight_source import reference_logits
-from quantkit.pipeline import measure_this_machine
 from quantkit.recipe import Measure, Recipe
 from quantkit.records import ModelMap
 from quantkit.report.progress import Progress
@@ -48,6 +47,7 @@ from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.encoder import Encoder, encode, open_encoder
 from quantkit.runtime.session import Decoder, State, all_logits, open_decoder, start, step, usable_cores
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
+from quantkit.runtime.throughput import read_bandwidth_gb_per_s
 from quantkit.stages import Exported, reference_size, write_reference
 
 PROVIDER = "CPUExecutionProvider"
@@ -231,7 +231,7 @@ def _latency(
     wanted = subject.recipe.measure
     prompt, decode = lengths
     with progress.stage("latency"):
-        bandwidth = measure_this_machine().bandwidth_gb_per_s
+        bandwidth = read_bandwidth_gb_per_s(wanted.threads or usable_cores())
         return measure_latency(
             quantized=_runs(quantized, prompt, decode),
             reference=_runs(reference, prompt, decode) if reference else None,

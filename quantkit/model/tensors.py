@@ -167,6 +167,7 @@ class RandomTensors:
     shapes: Mapping[str, tuple[int, ...]]
     seed: int = 0
     gain_offset: float = 0.0
+    num_values: int | None = None  # without counting a shared tensor under each of its names
 
     def has(self, name: str) -> bool:
         """Whether the architecture has it."""
@@ -178,7 +179,8 @@ class RandomTensors:
 
     def source_bytes(self) -> int:
         """Bytes as float32."""
-        return 4 * sum(math.prod(shape) for shape in self.shapes.values())
+        every_name = sum(math.prod(shape) for shape in self.shapes.values())
+        return 4 * (every_name if self.num_values is None else self.num_values)
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
         """Rows, the same whatever part of the tensor is asked for first."""

@@ -76,7 +76,12 @@ def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, s
     }
     if random_weights:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return RandomTensors(shapes=shapes, seed=seed, gain_offset=model_map.norm_gain_offset)
+        return RandomTensors(
+            shapes=shapes,
+            seed=seed,
+            gain_offset=model_map.norm_gain_offset,
+            num_values=model_map.num_parameters,
+        )
     assert source.folder is not None
     return open_tensors(source.folder, aliases=_aliases(tensors))
 

@@ -30,7 +30,7 @@ FLOORS = {
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 WITHIN_FLOOR = {("grid", "tensor_records"), ("tensor_records", "grid"), ("cli", "requests")}
-WITHIN_FLOOR |= {("measuring", "pipeline"), ("measuring", "stages")}
+WITHIN_FLOOR |= {("measuring", "stages")}
 WITHIN_FLOOR |= {("quantization", "measuring"), ("quantization", "stages")}
 ALLOWED_BELOW = {
     ("machines", "errors"),

@@ -338,3 +338,11 @@ def test_a_traced_model_is_whole_and_says_what_was_not_measured(tmp_path):
     assert "nothing of it is measured yet" in ran.stdout
     manifest = json.loads((out / "manifest.json").read_text())
     assert {"encoder_model.onnx", "decoder_model.onnx", "weights.safetensors"} <= set(manifest["files"])
+
+
+def test_random_weights_count_a_shared_table_once(tmp_path):
+    ran = quantkit("quantize", "gpt2", "--random-weights", "--no-eval", "-o", str(tmp_path / "out"), "--json")
+    assert ran.returncode == 0, ran.stderr
+    size = json.loads(ran.stdout)["size"]
+    assert size["source_bytes"] == 4 * 124_439_808
+    assert size["ratio"] <= 0.262

@@ -201,3 +201,7 @@ def test_key_of_this_machine_names_the_runtime() -> None:
     key = throughput.machine_key()
     assert onnxruntime.__version__ in str(key["onnxruntime"])
     assert key["cpu"] and int(key["logical_cores"]) >= int(key["num_threads"]) >= 1
+
+
+def test_the_bandwidth_of_the_moment_is_a_plausible_figure():
+    assert 0.5 < throughput.read_bandwidth_gb_per_s(1, seconds=0.05) < 2000
