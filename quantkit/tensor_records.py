@@ -132,9 +132,10 @@ class Contents:
         found.extend(_floats(name, *shape) for name, shape in self.loose)
         return tuple(found)
 
-    def pack_of(self) -> Mapping[str, Pack]:
-        """The pack of each projection, by the projection's name."""
-        return {layer.name: pack for pack in self.packs for layer in pack.layers}
+    def pack_of(self, role: Role, block: str | None = None) -> Pack | None:
+        """The pack that a role's projection is in; outside of blocks where none is named."""
+        packs = (pack for pack in self.packs if pack.layers[0].block == block)
+        return next((pack for pack in packs if any(layer.role is role for layer in pack.layers)), None)
 
 
 def _floats(name: str, *shape: int) -> TensorSpec:

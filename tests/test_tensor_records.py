@@ -68,8 +68,9 @@ def test_separate_query_key_and_value_are_packed_under_all_three_names():
     ]
     assert pack.out_features == 32 + 16 + 16
     assert not pack.has_bias
-    assert made.pack_of()["model.layers.0.self_attn.k_proj"] is pack
-    assert made.pack_of()["model.layers.1.mlp.down_proj"].layers[0].role is Role.FFN_DOWN
+    assert made.pack_of(Role.ATTENTION_KEY, "model.layers.0") is pack
+    assert made.pack_of(Role.FFN_DOWN, "model.layers.1").name == "model.layers.1.mlp.down_proj"
+    assert made.pack_of(Role.FFN_DOWN, "model.layers.1").layers[0].role is Role.FFN_DOWN
 
 
 def test_a_half_planned_attention_is_not_packed():
@@ -120,9 +121,9 @@ def test_per_channel_codes_are_stored_transposed():
 def test_each_projection_may_have_a_grid_of_its_own():
     model_map = map_of("llama")
     grids = {layer.name: Grid(block=16 if layer.role is Role.FFN_DOWN else 32) for layer in model_map.layers}
-    packs = contents(model_map, grids=grids).pack_of()
-    assert packs["model.layers.0.mlp.down_proj"].grid == Grid(block=16)
-    assert packs["model.layers.0.self_attn.v_proj"].grid == Grid(block=32)
+    made = contents(model_map, grids=grids)
+    assert made.pack_of(Role.FFN_DOWN, "model.layers.0").grid == Grid(block=16)
+    assert made.pack_of(Role.ATTENTION_VALUE, "model.layers.0").grid == Grid(block=32)
 
 
 def test_norms_carry_a_bias_where_they_have_one():

@@ -1,8 +1,8 @@
 """Decoders written straight from a family's facts as fused graphs, without tracing any code.
 
 A traced graph spells a transformer in hundreds of small operators that a runtime must put together again,
-and copies the key-value cache at each step. Here every block is what the runtime is fast at: add-and-norm
-in one node, one product for query, key and value, one attention operator that rotates, caches and attends.
+and copies the key-value cache at each step. Here every block is what the runtime is fast at: one product for
+query, key and value, one attention operator that rotates, caches and attends, one activation, few norms.
 Which norms stand where, which heads are shared and what is scaled all come from the model map.
 """
 
@@ -34,9 +34,8 @@ from quantkit.records import (
     Role,
 )
 from quantkit.schemes import Scheme
-from quantkit.tensor_records import Checkpoint, Contents, Pack
+from quantkit.tensor_records import Checkpoint, Contents
 
-MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type
 OPT_PROJECTIONS = ("project_in", "project_out")
 
 
@@ -100,7 +99,6 @@ def emit_decoder(
         model_map=model_map,
         contents=contents,
         scheme=scheme,
-        packs=contents.pack_of(),
         norms={(norm.block, norm.place): norm for norm in model_map.norms},
     )
     emitter.build()
@@ -113,7 +111,6 @@ class _Decoder:
     model_map: ModelMap
     contents: Contents
     scheme: Scheme
-    packs: Mapping[str, Pack]
     norms: Mapping[tuple[str | None, NormPlace], Norm]
     rotations: dict[Any, int] = field(default_factory=dict)
 
@@ -138,7 +135,7 @@ class _Decoder:
         scalar = graph.op("Squeeze", total32)
         shown = graph.op("Cast", mask, to=TensorProto.FLOAT)
         shown = graph.op("Sub", shown, graph.constant("one", np.array(1, np.float32)))
-        row = graph.op("Mul", shown, graph.constant("masked", np.array(MASKED, np.float32)))
+        row = graph.op("Mul", shown, graph.constant("masked", np.array(operators.MASKED, np.float32)))
         row = graph.op("Unsqueeze", row, graph.integers(1, 2))
         batch_1, length = graph.op("Shape", mask, start=0, end=1), graph.op("Shape", ids, start=1, end=2)
         shape = graph.op("Concat", batch_1, graph.integers(1), length, total, axis=0)
@@ -152,7 +149,7 @@ class _Decoder:
     def embed(self, ids: str, shared: Shared) -> str:
         graph, model_map = self.graph, self.model_map
         tables = {entry.table.kind: entry for entry in self.contents.tables}
-        x = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids, self.contents)
+        x = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids)
         if model_map.embedding_scale:
             scale = graph.constant("embedding_scale", np.array(model_map.embedding_scale, np.float32))
             x = graph.op("Mul", x, scale)
@@ -162,13 +159,13 @@ class _Decoder:
             positions = (
                 graph.op("Add", shared.positions, offset) if model_map.position_offset else shared.positions
             )
-            learned = operators.lookup(graph, tables[EmbeddingKind.POSITION], positions, self.contents)
+            learned = operators.lookup(graph, tables[EmbeddingKind.POSITION], positions)
             x = graph.op("Add", x, learned)
         return x
 
     def optional_projection(self, name: str, x: str) -> str:
-        found = [pack for layer, pack in self.packs.items() if layer.endswith(name)]
-        return operators.matmul(self.graph, found[0], x, self.scheme) if found else x
+        found = next((pack for pack in self.contents.packs if pack.name.endswith(name)), None)
+        return operators.matmul(self.graph, found, x, self.scheme) if found else x
 
     def block(self, index: int, block: Block, residual: str, pending: str, shared: Shared) -> tuple[str, str]:
         """(residual stream, output still to be added to it) after one block."""
@@ -204,18 +201,8 @@ class _Decoder:
             return operators.norm(self.graph, entry, self.contents, residual), residual
         return operators.add_and_norm(self.graph, entry, self.contents, residual, pending, keeps_sum=keeps)
 
-    def layer_pack(self, block: Block, role: Role) -> Pack | None:
-        return next(
-            (
-                pack
-                for pack in self.contents.packs
-                if pack.layers[0].block == block.name and any(layer.role is role for layer in pack.layers)
-            ),
-            None,
-        )
-
     def project(self, block: Block, role: Role, x: str) -> str:
-        pack = self.layer_pack(block, role)
+        pack = self.contents.pack_of(role, block.name)
         assert pack is not None, (block.name, role)
         return operators.matmul(self.graph, pack, x, self.scheme)
 
@@ -252,7 +239,7 @@ class _Decoder:
     def query_key_value(self, block: Block, x: str, shared: Shared) -> tuple[str, str, str]:
         """One packed value and two empty names, or three values where they are needed apart."""
         graph, facts = self.graph, block.attentions[0]
-        pack = self.layer_pack(block, Role.ATTENTION_QUERY)
+        pack = self.contents.pack_of(Role.ATTENTION_QUERY, block.name)
         assert pack is not None
         rotates_apart = facts.position is PositionKind.ROPE and not rotates_inside(facts)
         query_width, kv_width = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
@@ -292,13 +279,13 @@ class _Decoder:
         return graph.op("Reshape", normed, graph.integers(0, 0, width))
 
     def rotation(self, facts: Attention) -> tuple[str, str]:
-        """Names of the cosine and sine tables; the runtime computes them once, when it loads the file."""
+        """Names of the cosine and sine tables, one pair for all blocks that turn alike."""
         graph = self.graph
-        limit = self.model_map.max_positions or 2048
-        turn = rotation_of(facts, max_positions=limit)
         key = (facts.rope_theta, facts.rotary_dim, facts.rope_scaling)
         label = f"rope_{self.rotations.setdefault(key, len(self.rotations))}"
         if f"{label}/cos" not in graph.initializers:
+            limit = self.model_map.max_positions or 2048
+            turn = rotation_of(facts, max_positions=limit)
             positions = np.arange(turn.max_positions or limit, dtype=np.float32)
             angles = positions[:, None] * turn.frequencies[None, :]
             graph.constant(f"{label}/cos", (np.cos(angles) * turn.factor).astype(np.float32))
@@ -308,7 +295,7 @@ class _Decoder:
     def ffn(self, block: Block, x: str) -> str:
         assert block.ffn is not None
         up = self.project(block, Role.FFN_UP, x)
-        if self.layer_pack(block, Role.FFN_GATE):
+        if self.contents.pack_of(Role.FFN_GATE, block.name):
             gate = self.project(block, Role.FFN_GATE, x)
             gate = operators.activation(self.graph, block.ffn.activation, gate, name=block.name)
             hidden = self.graph.op("Mul", gate, up)
@@ -329,7 +316,8 @@ class _Decoder:
         elif pending:
             residual = graph.op("Add", residual, pending)
         residual = self.optional_projection("project_out", residual)
-        pack = next(pack for pack in self.contents.packs if pack.layers[0].role is Role.LM_HEAD)
+        pack = self.contents.pack_of(Role.LM_HEAD)
+        assert pack is not None, "why_not asks for a head"
         logits = operators.matmul(graph, pack, residual, self.scheme)
         if self.model_map.final_softcap:
             cap = graph.constant("softcap", np.array(self.model_map.final_softcap, np.float32))

@@ -2,7 +2,7 @@
 
 onnxruntime finds attention and add-and-norm in a traced encoder by its float products; once these are
 integer, nothing is found and dozens of small operators stay. Here they are put in place from the start:
-one product for query, key and value, one attention operator, add-and-norm in one node, one activation.
+one product for query, key and value, one attention operator, one activation, few norms.
 What a task puts on top of the blocks is a row of `HEADS`.
 """
 
@@ -19,8 +19,7 @@ from onnx import TensorProto
 
 from quantkit.errors import InputError
 from quantkit.export import operators
-from quantkit.export.graph import CONTRIB
-from quantkit.export.repeated import RepeatingGraph
+from quantkit.export.graph import CONTRIB, Graph
 from quantkit.export.targets import Target
 from quantkit.records import (
     Activation,
@@ -39,7 +38,6 @@ from quantkit.records import (
 from quantkit.schemes import Scheme
 from quantkit.tensor_records import Checkpoint, Contents, Pack, TableEntry
 
-MASKED = -1e4  # added to a masked score: far enough for softmax, finite for every type
 Steps = tuple[tuple[str, str], ...]  # (projection, the standard operator on its output or none)
 
 
@@ -165,7 +163,7 @@ def emit_encoder(
     reason = why_not_encoder(model_map)
     if reason:
         raise InputError(f"no fused graph for it: {reason}", where=model_map.name)
-    graph = RepeatingGraph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
+    graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
     assert model_map.family
     emitter = _Encoder(
         graph=graph,
@@ -176,13 +174,12 @@ def emit_encoder(
         norms={(norm.block, norm.place): norm for norm in model_map.norms},
     )
     emitter.build()
-    graph.count_repeated()
     return graph.finish(name=model_map.name, target=target, metadata=metadata)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Encoder:
-    graph: RepeatingGraph
+    graph: Graph
     model_map: ModelMap
     contents: Contents
     scheme: Scheme
@@ -204,8 +201,8 @@ class _Encoder:
         """The sum of all tables, normed, at the width of the blocks."""
         graph = self.graph
         tables = {entry.table.kind: entry for entry in self.contents.tables}
-        words = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids, self.contents)
-        places = operators.lookup(graph, tables[EmbeddingKind.POSITION], self.positions(ids), self.contents)
+        words = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids)
+        places = operators.lookup(graph, tables[EmbeddingKind.POSITION], self.positions(ids))
         if EmbeddingKind.TOKEN_TYPE in tables:
             kinds = self.token_types(tables[EmbeddingKind.TOKEN_TYPE])
             places = graph.op("Add", places, kinds)
@@ -220,7 +217,7 @@ class _Encoder:
             kinds = graph.input("token_type_ids", TensorProto.INT64, ["batch", "sequence"])
         else:
             kinds = graph.constant("first_kind", np.zeros((1, 1), np.int64))
-        return operators.lookup(graph, entry, kinds, self.contents)
+        return operators.lookup(graph, entry, kinds)
 
     def positions(self, ids: str) -> str:
         """Columns, [1, sequence]; where padding has a row of its own, real tokens are counted after it."""
@@ -238,12 +235,10 @@ class _Encoder:
     def named(self, name: str | None) -> Pack:
         return next(pack for pack in self.contents.packs if name and _is_called(pack.layers[0], name))
 
-    def of_role(self, block: Block, role: Role) -> Pack:
-        return next(
-            pack
-            for pack in self.contents.packs
-            if pack.layers[0].block == block.name and any(layer.role is role for layer in pack.layers)
-        )
+    def of_role(self, role: Role, block: Block | None = None) -> Pack:
+        pack = self.contents.pack_of(role, block.name if block else None)
+        assert pack is not None, (block, role)
+        return pack
 
     def project(self, pack: Pack, x: str) -> str:
         return operators.matmul(self.graph, pack, x, self.scheme)
@@ -251,34 +246,30 @@ class _Encoder:
     def block(self, block: Block, x: str, seen: str) -> str:
         """Attention and FFN, each summed with what it read and then normed."""
         assert block.ffn is not None
-        attended = self.project(self.of_role(block, Role.ATTENTION_OUT), self.attention(block, x, seen))
+        attended = self.project(self.of_role(Role.ATTENTION_OUT, block), self.attention(block, x, seen))
         x = self.add_and_norm(block, NormPlace.AFTER_ATTENTION, x, attended)
-        hidden = self.project(self.of_role(block, Role.FFN_UP), x)
+        hidden = self.project(self.of_role(Role.FFN_UP, block), x)
         hidden = operators.activation(self.graph, block.ffn.activation, hidden, name=block.name)
-        fed = self.project(self.of_role(block, Role.FFN_DOWN), hidden)
+        fed = self.project(self.of_role(Role.FFN_DOWN, block), hidden)
         return self.add_and_norm(block, NormPlace.AFTER_FFN, x, fed)
 
     def add_and_norm(self, block: Block, place: NormPlace, x: str, pending: str) -> str:
-        """The norm of x + pending, as two nodes: for 128 x 768 values the fused one is 5 times slower.
-
-        `Sum`, because onnxruntime would fuse an `Add` and the norm again when it loads the file.
-        """
         norm = self.norms[(block.name, place)]
-        return operators.norm(self.graph, norm, self.contents, self.graph.op("Sum", x, pending))
+        return operators.add_and_norm(self.graph, norm, self.contents, x, pending, keeps_sum=False)[0]
 
     def attention(self, block: Block, x: str, seen: str) -> str:
         graph, facts = self.graph, block.attentions[0]
         roles = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
-        pack = self.of_role(block, Role.ATTENTION_QUERY)
+        pack = self.of_role(Role.ATTENTION_QUERY, block)
         if len(pack.layers) == len(roles):
             parts = graph.ops("Split", self.project(pack, x), wanted=(True,) * 3, axis=-1, num_outputs=3)
         else:
-            parts = [self.project(self.of_role(block, role), x) for role in roles]
+            parts = [self.project(self.of_role(role, block), x) for role in roles]
         extra: dict[str, Any] = {"scale": facts.scale} if facts.scale is not None else {}
         return graph.op(
             "MultiHeadAttention", *parts, "", seen,
             name=f"{block.name}/attention", domain=CONTRIB,
-            num_heads=facts.num_heads, mask_filter_value=MASKED, **extra,
+            num_heads=facts.num_heads, mask_filter_value=-operators.MASKED, **extra,
         )  # fmt: skip
 
     def finish(self, x: str) -> None:
@@ -302,7 +293,7 @@ class _Encoder:
             graph.output(logits, "logits", TensorProto.FLOAT, ["batch", pack.out_features])
         else:
             reads = self.vocabulary(x) if task == "ForMaskedLM" else x
-            pack = self.head_pack() if task == "ForMaskedLM" else self.named("classifier")
+            pack = self.of_role(Role.LM_HEAD) if task == "ForMaskedLM" else self.named("classifier")
             logits = self.project(pack, reads)
             graph.output(logits, "logits", TensorProto.FLOAT, [*rows, pack.out_features])
 
@@ -323,9 +314,6 @@ class _Encoder:
         kind = self.heads.transform_activation or ffn.activation
         x = operators.activation(self.graph, kind, x, name=self.heads.transform)
         return operators.norm(self.graph, self.norms[(None, NormPlace.FINAL)], self.contents, x)
-
-    def head_pack(self) -> Pack:
-        return next(pack for pack in self.contents.packs if pack.layers[0].role is Role.LM_HEAD)
 
 
 def depths(blocks: tuple[Block, ...]) -> list[Block]:

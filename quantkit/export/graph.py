@@ -7,6 +7,7 @@ a small one are copied in, so that the model is a single file.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,20 +39,11 @@ class Graph:
     outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     integer_nodes: dict[str, list[str]] = field(default_factory=dict)  # node -> projections it computes
     counter: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
 
-    def op(
-        self,
-        op_type: str,
-        *inputs: str,
-        name: str = "",
-        domain: str = "",
-        num_outputs: int = 1,
-        **attributes: Any,  # noqa: ANN401 - ONNX attributes are of many types
-    ) -> str:
-        """Add a node with one output, or of which only the first matters."""
-        return self.ops(
-            op_type, *inputs, name=name, domain=domain, wanted=(True,) * num_outputs, **attributes
-        )[0]
+    def op(self, op_type: str, *inputs: str, name: str = "", domain: str = "", **attributes: Any) -> str:  # noqa: ANN401
+        """Add a node with one output, or of which only the first matters; attributes are of many types."""
+        return self.ops(op_type, *inputs, name=name, domain=domain, **attributes)[0]
 
     def ops(
         self,
@@ -62,9 +54,16 @@ class Graph:
         wanted: Sequence[bool] = (True,),
         **attributes: Any,  # noqa: ANN401
     ) -> list[str]:
-        """Add a node; an output that is not wanted is left out, as ONNX spells it: an empty name."""
+        """Add a node; an output that is not wanted is left out, as ONNX spells it: an empty name.
+
+        Nodes are named after the weights they read. A block that many depths share names several alike: the
+        second one is called `name#2`, and so on.
+        """
         self.counter += 1
         label = name or f"{op_type}_{self.counter}"
+        self.labels[label] += 1
+        if self.labels[label] > 1:
+            label = f"{label}#{self.labels[label]}"
         outputs = [f"{label}/out{i}" if want else "" for i, want in enumerate(wanted)]
         kept = list(inputs)
         while kept and not kept[-1]:
@@ -122,6 +121,14 @@ class Graph:
                     node.input[position] = name
         self.outputs.append(helper.make_tensor_value_info(name, element_type, shape))
 
+    def projections(self) -> dict[str, list[str]]:
+        """The projections that each integer node computes, repeated nodes included."""
+        return {
+            label: list(dict.fromkeys(layers))
+            for name, layers in self.integer_nodes.items()
+            for label in (name, *(f"{name}#{number}" for number in range(2, self.labels[name] + 1)))
+        }
+
     def finish(self, *, name: str, target: Target, metadata: Mapping[str, Any]) -> onnx.ModelProto:
         """The model."""
         graph = helper.make_graph(
@@ -136,7 +143,7 @@ class Graph:
                 *(helper.make_opsetid(domain, 1) for domain in target.domains),
             ],
         )
-        described = {**metadata, "integer_nodes": self.integer_nodes}
+        described = {**metadata, "integer_nodes": self.projections()}
         helper.set_model_props(model, {METADATA_KEY: json.dumps(described, sort_keys=True)})
         return model
 

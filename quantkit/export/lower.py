@@ -22,8 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError
 from quantkit.export import operators
-from quantkit.export.graph import CONTRIB, METADATA_KEY
-from quantkit.export.repeated import RepeatingGraph
+from quantkit.export.graph import CONTRIB, METADATA_KEY, Graph
 from quantkit.export.targets import Target
 from quantkit.schemes import Scheme
 from quantkit.tensor_records import Checkpoint, Contents, Pack, TableEntry
@@ -70,7 +69,7 @@ def lower(
     lowered, done = {}, set()
     for name, model in models.items():
         _require_opset(model, name)
-        graph = RepeatingGraph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
+        graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
         run = _Lowering(
             graph=graph, model=model, contents=contents, scheme=scheme, known=known, floats=floats
         )
@@ -172,7 +171,7 @@ def _captures(node: onnx.NodeProto) -> Iterator[str]:
 
 @dataclass(kw_only=True, slots=True)
 class _Lowering:
-    graph: RepeatingGraph
+    graph: Graph
     model: onnx.ModelProto
     contents: Contents
     scheme: Scheme
@@ -284,11 +283,9 @@ class _Lowering:
             return False
         graph, ids = self.graph, node.input[1]
         if self.ranks.get(ids) == 2:  # as tables are read: [batch, sequence]
-            operators.lookup(graph, entry, ids, self.contents)
+            operators.lookup(graph, entry, ids)
         else:
-            rows = operators.lookup(
-                graph, entry, graph.op("Reshape", ids, graph.integers(1, -1)), self.contents
-            )
+            rows = operators.lookup(graph, entry, graph.op("Reshape", ids, graph.integers(1, -1)))
             columns = graph.integers(entry.table.num_columns)
             graph.op("Reshape", rows, graph.op("Concat", graph.op("Shape", ids), columns, axis=0))
         graph.nodes[-1].output[0] = node.output[0]
@@ -307,9 +304,6 @@ class _Lowering:
         kept = [tensor for name, tensor in self.initializers.items() if name in used and name not in moved]
         names = {tensor.name for tensor in kept}
         made = [tensor for name, tensor in graph.initializers.items() if name not in names]
-        graph.count_repeated()
-        for name, layers in graph.integer_nodes.items():
-            graph.integer_nodes[name] = list(dict.fromkeys(layers))
         lowered = helper.make_graph(nodes, source.name, source.input, source.output, [*kept, *made])
         opsets = [each for each in self.model.opset_import if each.domain != CONTRIB]
         model = helper.make_model(
@@ -319,7 +313,7 @@ class _Lowering:
             opset_imports=[*opsets, helper.make_opsetid(CONTRIB, 1)],
             functions=self.model.functions,
         )
-        described = {**metadata, "integer_nodes": graph.integer_nodes}
+        described = {**metadata, "integer_nodes": graph.projections()}
         helper.set_model_props(model, {METADATA_KEY: json.dumps(described, sort_keys=True)})
         return model
 

@@ -20,6 +20,7 @@ from quantkit.schemes import Scheme
 from quantkit.tensor_records import Contents, Pack, TableEntry
 
 INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
+MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type
 SMALLEST_PEAK = 1e-20  # a token of zeros stays zeros
 ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
     Activation.RELU: ("Relu", ""),
@@ -82,19 +83,12 @@ def _float_matmul(graph: Graph, pack: Pack, x: str, bias: str) -> str:
     return graph.op("Add", product, bias) if bias else product
 
 
-def lookup(graph: Graph, entry: TableEntry, ids: str, contents: Contents) -> str:
+def lookup(graph: Graph, entry: TableEntry, ids: str) -> str:
     """Rows of an embedding as float32, [batch, sequence, columns]."""
     name = entry.table.name
     if entry.grid is None:
         return graph.op("Gather", graph.weight(f"{entry.shares or name}.weight"), ids, name=name, axis=0)
     holder = entry.shares or name
-    pack = next((pack for pack in contents.packs if pack.name == holder), None)
-    if entry.grid.block is None and pack is not None:  # the head's codes, [columns, rows]
-        codes = graph.op("Gather", graph.weight(f"{holder}.codes_IO"), ids, name=name, axis=1)
-        codes = graph.op("Transpose", codes, perm=[1, 2, 0])
-        scales = graph.op("Gather", graph.weight(f"{holder}.scales"), ids, axis=0)
-        scales = graph.op("Unsqueeze", scales, graph.integers(-1))
-        return graph.op("Mul", graph.op("Cast", codes, to=TensorProto.FLOAT), scales)
     # No Reshape may touch the codes themselves: onnxruntime would fold it into a second copy of them.
     codes = graph.op("Gather", graph.weight(f"{holder}.codes"), ids, name=name, axis=0)
     zero = graph.constant("zero_point", np.array(ZERO_POINT, np.float32))
