@@ -9,7 +9,6 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,13 @@ FORMAT_VERSION = 1
 ALIGNMENT = 64  # of the first tensor, and of every tensor whose size allows: a cache line
 
 
-def _length(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * int(np.dtype(DTYPES[spec.dtype]).itemsize)
-
-
 def _lay_out(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
     """Offsets from the first tensor on; those of whole cache lines go first, odd bytes last."""
-    ordered = sorted(specs, key=lambda spec: (_length(spec) % ALIGNMENT != 0, _length(spec) % 4 != 0))
+    ordered = sorted(specs, key=lambda spec: (spec.num_bytes % ALIGNMENT != 0, spec.num_bytes % 4 != 0))
     placed, offset = [], 0
     for spec in ordered:
         placed.append((spec, offset))
-        offset += _length(spec)
+        offset += spec.num_bytes
     return placed
 
 
@@ -57,13 +52,13 @@ def write_checkpoint(
         entries[spec.name] = {
             "dtype": spec.dtype,
             "shape": list(spec.shape),
-            "data_offsets": [offset, offset + _length(spec)],
+            "data_offsets": [offset, offset + spec.num_bytes],
         }
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(len(header) + 8) % ALIGNMENT)  # the format allows trailing spaces
     start = 8 + len(header)
     slots = {
-        spec.name: Slot(spec=spec, offset=start + offset, length=_length(spec)) for spec, offset in placed
+        spec.name: Slot(spec=spec, offset=start + offset, length=spec.num_bytes) for spec, offset in placed
     }
     written = dict.fromkeys(slots, 0)
     with path.open("wb") as file:
@@ -111,6 +106,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _slot(name: str, entry: Mapping[str, Any], *, start: int) -> Slot:
     spec = TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
     first, last = entry["data_offsets"]
-    if first < 0 or last - first != _length(spec):
+    if first < 0 or last - first != spec.num_bytes:
         raise ValueError(f"the place of '{name}' does not fit its shape")
     return Slot(spec=spec, offset=start + first, length=last - first)

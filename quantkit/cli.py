@@ -31,6 +31,10 @@ Model = Annotated[str, typer.Argument(help="a local folder, 'demo', a well-known
 MinDim = Annotated[str | None, typer.Option(help="quantize where max(in, out) reaches this  [default: 256]")]
 Include = Annotated[list[str] | None, typer.Option(help="only these roles or name globs (repeatable)")]
 Exclude = Annotated[list[str] | None, typer.Option(help="all but these roles or name globs (repeatable)")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="a recipe file; flags override it")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run code that ships with the checkpoint")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -47,7 +51,7 @@ def inspect(
     min_dim: MinDim = None,
     include: Include = None,
     exclude: Exclude = None,
-    recipe: Annotated[Path | None, typer.Option(help="a recipe file; flags override it")] = None,
+    recipe: RecipeFile = None,
     spec: Annotated[bool, typer.Option("--spec", help="the layer-by-layer specification with costs")] = False,
     device: Annotated[
         list[str] | None, typer.Option(help="a machine of the table, or 'this' to measure (repeatable)")
@@ -59,9 +63,7 @@ def inspect(
         str, typer.Option("--format", help="table, markdown, json or csv (csv with --spec)")
     ] = "table",
     lists_all: Annotated[bool, typer.Option("--all", help="every block, also those alike")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="run code that ships with the checkpoint")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Walk a model: roles, FFN kinds, norms, ties, what the rule picks and why; no weights are read."""
@@ -92,7 +94,7 @@ def quantize(
     min_dim: MinDim = None,
     include: Include = None,
     exclude: Exclude = None,
-    recipe: Annotated[Path | None, typer.Option(help="a recipe file; flags override it")] = None,
+    recipe: RecipeFile = None,
     scheme: Annotated[
         str | None, typer.Option(help="how weights become integers  [default: by kind of model]")
     ] = None,
@@ -116,9 +118,7 @@ def quantize(
     keep_checkpoint: Annotated[
         bool, typer.Option("--keep-checkpoint", help="keep the quantized safetensors of a small model too")
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="run code that ships with the checkpoint")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize, export, check and measure: the whole job, ending in a table and a report."""

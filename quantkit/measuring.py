@@ -45,7 +45,7 @@ from quantkit.records import ModelMap
 from quantkit.report.progress import Progress
 from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.encoder import Encoder, encode, open_encoder
-from quantkit.runtime.session import Decoder, State, all_logits, open_decoder, start, step, usable_cores
+from quantkit.runtime.session import Decoder, State, all_logits, open_decoder, start, step
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
 from quantkit.runtime.throughput import read_bandwidth_gb_per_s
 from quantkit.stages import Exported, reference_size, write_reference
@@ -69,6 +69,11 @@ class Subject:
     weights: TensorSource
     recipe: Recipe
     options: dict[str, Any]  # of the export, for the float twin
+
+    @property
+    def threads(self) -> int:
+        """What everything is timed with."""
+        return self.recipe.measure.threads or read_cpu().num_threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +104,10 @@ def measure(subject: Subject, *, progress: Progress) -> Measured:
         notes.append("a traced model with a cache is exported and checked; nothing of it is measured yet")
         return Measured(placement=placement, notes=tuple(notes))
     with _float_twin(subject, progress, notes) as twin:
-        threads = wanted.threads or usable_cores()
         is_decoder = subject.exported.kind == "decoder"
         opener: Callable[..., Model] = open_decoder if is_decoder else open_encoder
-        quantized = opener(subject.exported.folder, threads=threads)
-        reference = opener(twin.folder, threads=threads) if twin else None
+        quantized = opener(subject.exported.folder, threads=subject.threads)
+        reference = opener(twin.folder, threads=subject.threads) if twin else None
         compared = _compare(subject, quantized, reference, progress, notes) if wanted.accuracy else None
         lengths = timed_lengths(wanted, subject.model_map.max_positions or LARGEST_WINDOW)
         latency = _latency(subject, quantized, reference, lengths, progress) if wanted.latency else None
@@ -231,12 +235,12 @@ def _latency(
     wanted = subject.recipe.measure
     prompt, decode = lengths
     with progress.stage("latency"):
-        bandwidth = read_bandwidth_gb_per_s(wanted.threads or usable_cores())
+        bandwidth = read_bandwidth_gb_per_s(subject.threads)
         return measure_latency(
             quantized=_runs(quantized, prompt, decode),
             reference=_runs(reference, prompt, decode) if reference else None,
             provider=PROVIDER,
-            threads=wanted.threads or usable_cores(),
+            threads=subject.threads,
             prompt_length=prompt,
             num_decoded=decode,
             budget=Budget(max_runs=15, max_seconds=wanted.seconds / 2),
@@ -270,13 +274,11 @@ def _runs(model: Model, prompt: int, decode: int) -> Runs:
 
 
 def _memory(subject: Subject, twin: Exported | None, lengths: tuple[int, int], progress: Progress) -> Memory:
-    wanted = subject.recipe.measure
-    threads = str(wanted.threads or usable_cores())
     run = "run" if subject.exported.kind == "decoder" else "encode"
 
     def peak(what: str, folder: Path) -> int:
         trial = [sys.executable, "-m", "quantkit.runtime.trial", what, str(folder)]
-        ran = run_and_measure([*trial, *map(str, lengths), threads])
+        ran = run_and_measure([*trial, *map(str, (*lengths, subject.threads))])
         if ran.exit_code:
             raise RuntimeError(f"the trial run failed: {ran.errors.strip()[-400:]}")
         return ran.peak_bytes
@@ -297,7 +299,7 @@ def environment() -> Environment:
     cpu = read_cpu()
     return Environment(
         processor=cpu.model,
-        num_cores=usable_cores(),
+        num_cores=cpu.usable_cores,
         python=platform.python_version(),
         platform=platform.platform(),
         versions={name: version(name) for name in PACKAGES},

@@ -17,7 +17,7 @@ from quantkit.artifact import MANIFEST, hash_files, new_artifact
 from quantkit.errors import InputError
 from quantkit.measurements import Report, Size, kept_projections
 from quantkit.measuring import Subject, environment, measure, read_text
-from quantkit.model.inspect import inspect
+from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weight_source import open_weights, with_weights
 from quantkit.plan import choose
@@ -60,7 +60,7 @@ def run(
     assert recipe.model is not None
     source = open_source(recipe.model, trust_remote_code=trust_remote_code)
     source = with_weights(source, random_weights=recipe.random_weights)
-    model_map = inspect(recipe.model, trust_remote_code=trust_remote_code)
+    model_map = inspect_source(source)
     plan = choose(
         model_map,
         min_dim=recipe.select.min_dim,
@@ -140,7 +140,7 @@ def run(
 def write_float(model: str, folder: Path) -> None:
     """The original as a fused float32 graph with its tokenizer, for running beside an artifact."""
     source = with_weights(open_source(model), random_weights=False)
-    model_map = inspect(model)
+    model_map = inspect_source(source)
     weights = open_weights(source, model_map, random_weights=False)
     write_reference(model_map, weights, folder, original=source.folder, **FLOAT_OPTIONS)
     write_companions(source, model_map, folder)

@@ -9,7 +9,6 @@ files is the quantization and nothing else.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -35,11 +34,11 @@ from quantkit.model.weight_source import config_for_artifact, make_fast_tokenize
 from quantkit.plan import choose
 from quantkit.quantizers.apply import quantized_parts, weight_name
 from quantkit.records import ModelMap, Plan, to_json
+from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
 from quantkit.schemes import SCHEMES
 from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, grids_of
 
-MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.safetensors"
 NOTHING = 1 << 62  # a min_dim that no projection reaches
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
@@ -195,8 +194,7 @@ def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **o
 
 def planned_bytes(specs: Iterable[TensorSpec]) -> int:
     """Bytes that tensors take, from their shapes alone."""
-    width = {"F32": 4, "I8": 1, "U8": 1}
-    return sum(math.prod(spec.shape) * width[spec.dtype] for spec in specs)
+    return sum(spec.num_bytes for spec in specs)
 
 
 def bytes_per_token(contents: Contents) -> int:

@@ -33,6 +33,11 @@ class TensorSpec:
     dtype: str  # as safetensors spells it: F32, I8, U8
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * int(np.dtype(DTYPES[self.dtype]).itemsize)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:

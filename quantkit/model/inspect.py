@@ -19,7 +19,7 @@ from quantkit.model.blocks import describe_block, split_rows
 from quantkit.model.configs import normalise
 from quantkit.model.families import family_of
 from quantkit.model.family_records import read_fact
-from quantkit.model.load import build_on_meta, open_source
+from quantkit.model.load import Source, build_on_meta, open_source
 from quantkit.model.places import (
     Place,
     Walk,
@@ -50,7 +50,11 @@ NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 
 def inspect(name: str, *, trust_remote_code: bool = False) -> ModelMap:
     """Map whatever the user named, and check its weights' headers when they are there."""
-    source = open_source(name, trust_remote_code=trust_remote_code)
+    return inspect_source(open_source(name, trust_remote_code=trust_remote_code))
+
+
+def inspect_source(source: Source) -> ModelMap:
+    """Map what is opened already, and check its weights' headers when they are there."""
     module = build_on_meta(source)
     notes = [*source.notes]
     if source.folder is not None:

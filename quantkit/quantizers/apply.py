@@ -33,9 +33,6 @@ class Source(Protocol):
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
         """Rows as float32."""
 
-    def has(self, name: str) -> bool:
-        """Whether the tensor is there."""
-
 
 def quantized_parts(
     contents: Contents,

@@ -7,7 +7,6 @@ the new token's keys and values and nothing else.
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.huge_pages import huge_pages
 
 Ints = NDArray[np.int64]
@@ -38,17 +38,12 @@ class Decoder:
     spare: list[Floats] = field(default_factory=list)  # memory of caches that are no longer used
 
 
-def usable_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def open_session(
     path: Path, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
 ) -> onnxruntime.InferenceSession:
     """A session; a file that onnxruntime refuses is the caller's wrong input."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or usable_cores()
+    options.intra_op_num_threads = threads or read_cpu().num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     if not path.exists():

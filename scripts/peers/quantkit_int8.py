@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import timing
 
-from quantkit.runtime.session import State, open_session, start, step
+from quantkit.runtime.encoder import encode
+from quantkit.runtime.encoder import open_encoder as open_artifact_encoder
+from quantkit.runtime.session import State, start, step
 from quantkit.runtime.session import open_decoder as open_artifact
 
 
@@ -29,19 +31,8 @@ def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing
 
 def open_encoder(variant: str, folder: Path) -> timing.Feed:
     """One sentence without padding."""
-    session = open_session(folder / "model.onnx", threads=timing.NUM_THREADS)
-    names = {each.name for each in session.get_inputs()}
-
-    def feed(ids: list[int]) -> object:
-        array = np.array([ids], np.int64)
-        feeds = {
-            "input_ids": array,
-            "attention_mask": np.ones_like(array),
-            "token_type_ids": np.zeros_like(array),
-        }
-        return session.run(None, {name: value for name, value in feeds.items() if name in names})
-
-    return feed
+    encoder = open_artifact_encoder(folder, threads=timing.NUM_THREADS)
+    return lambda ids: encode(encoder, np.array([ids], np.int64))
 
 
 if __name__ == "__main__":
