@@ -6,7 +6,8 @@ rounded as the runtime rounds it, so that the exported graph and this model diff
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from quantkit.grid import decode, from_bytes
 from quantkit.records import READ_NO_NORM
-from quantkit.schemes import SCHEMES
 from quantkit.tensor_records import Checkpoint
 
 LARGEST_CODE = 127
@@ -31,13 +31,11 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
     from quantkit.model.places import checkpoint_name  # noqa: PLC0415
 
     described = checkpoint.description
-    scales_tokens = SCHEMES[described["scheme"]].activations == "token"
     row = family_of(described["model_type"])
     family = row[1] if row else None
     parents = {checkpoint_name(path, family): child for path, child in module.named_modules()}
     tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
     for pack in described["packs"]:
-        block = pack["grid"]["block"] if pack["grid"] else None
         values = None if pack["table"] else torch.from_numpy(pack_values(checkpoint, pack))
         done = 0
         for layer in pack["layers"]:
@@ -50,15 +48,12 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
             done += count
             if pack["grid"] and rounds_inputs and not hasattr(linear, "_rounds_inputs"):
                 linear._rounds_inputs = True
-                by_token = scales_tokens and layer["role"] in READ_NO_NORM
-                linear.register_forward_pre_hook(_rounding(block, by_token=by_token))
+                linear.register_forward_pre_hook(_hook(_rounding(checkpoint, pack)))
     for table in described["tables"]:
         if table["grid"] and table["name"] not in tied:
             embedding: Any = parents[table["name"]]
-            codes = checkpoint.read(f"{table['name']}.codes")
-            scales = checkpoint.read(f"{table['name']}.scales")
             with torch.no_grad():
-                values_np = decode(from_bytes(codes), scales, embedding.weight.shape[1])
+                values_np = block_values(checkpoint, table["name"], table["grid"], embedding.weight.shape[1])
                 embedding.weight.copy_(torch.from_numpy(values_np))
     return module
 
@@ -68,11 +63,22 @@ def pack_values(checkpoint: Checkpoint, pack: Mapping[str, Any]) -> NDArray[np.f
     name, columns = pack["name"], pack["layers"][0]["in_features"]
     if pack["grid"] is None:
         return np.ascontiguousarray(checkpoint.read(f"{name}.weight_IO").T)
-    scales = checkpoint.read(f"{name}.scales")
     if pack["grid"]["block"] is None:
-        codes_IO = checkpoint.read(f"{name}.codes_IO")
+        scales, codes_IO = checkpoint.read(f"{name}.scales"), checkpoint.read(f"{name}.codes_IO")
         return np.ascontiguousarray((codes_IO * scales[None, :]).T)
-    return decode(from_bytes(checkpoint.read(f"{name}.codes")), scales, columns)
+    return block_values(checkpoint, name, pack["grid"], columns)
+
+
+def block_values(
+    checkpoint: Checkpoint, name: str, grid: Mapping[str, Any], columns: int
+) -> NDArray[np.float32]:
+    """A matrix stored in blocks, as [out, in]."""
+    bits, scales = grid["bits"], checkpoint.read(f"{name}.scales")
+    codes = from_bytes(checkpoint.read(f"{name}.codes"), bits, grid["block"])
+    zeros = None
+    if not grid.get("is_symmetric", True):
+        zeros = from_bytes(checkpoint.read(f"{name}.zeros"), bits, scales.shape[1])
+    return decode(codes, scales, columns, zeros)
 
 
 def _rows(rows: Mapping[str, int]) -> Tensor:
@@ -80,15 +86,39 @@ def _rows(rows: Mapping[str, int]) -> Tensor:
     return torch.cat([torch.arange(start, start + rows["length"]) for start in starts])
 
 
-def _rounding(block: int | None, *, by_token: bool) -> Any:  # noqa: ANN401 - torch's hook
+def _hook(rounding: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - torch's hook
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *rest = inputs
-        if by_token:
-            peaks = first.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK)
-            return (round_tensor(first / peaks) * peaks, *rest)
-        return (round_blocks(first, block) if block else round_tensor(first), *rest)
+        return (rounding(first), *rest)
 
     return hook
+
+
+def _rounding(checkpoint: Checkpoint, pack: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """How the runtime rounds what the pack reads."""
+    activations, name = pack["activations"], pack["name"]
+    if activations.startswith("static"):
+        scale, zero = (
+            float(checkpoint.read(f"{name}.input_scale")),
+            int(checkpoint.read(f"{name}.input_zero")),
+        )
+        return partial(round_static, scale=scale, zero=zero, bits=int(activations.removeprefix("static")))
+    if activations == "block":
+        return partial(round_blocks, block=pack["grid"]["block"])
+    by_token = activations == "token" and pack["layers"][0]["role"] in READ_NO_NORM
+    return round_tokens if by_token else round_tensor
+
+
+def round_static(x: Tensor, *, scale: float, zero: int, bits: int) -> Tensor:
+    """Unsigned integers in a range that was fixed before."""
+    codes = ((x / scale).round() + zero).clamp(0, (1 << bits) - 1)
+    return (codes - zero) * scale
+
+
+def round_tokens(x: Tensor) -> Tensor:
+    """As a tensor, after every token was divided by its largest value."""
+    peaks = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK)
+    return round_tensor(x / peaks) * peaks
 
 
 def round_blocks(x: Tensor, block: int) -> Tensor:

@@ -1,11 +1,12 @@
 """Integer grids: rounding to them, coming back from them, and the byte layouts that operators read.
 
 Everything is numpy and works on a few rows at a time, so that no caller needs a whole matrix at once.
-Codes are int8 in [-127, 127]; -128 is left out, which keeps the grid symmetric.
+Codes are int8 around zero: [-127, 127] at 8 bits and [-8, 7] at 4; a zero point is a code too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from quantkit.schemes import Grid
 
 Floats = NDArray[np.float32]
 Codes = NDArray[np.int8]
-ZERO_POINT = 128  # of the unsigned bytes that block-wise operators read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Rows of a weight on a grid: what every fit gives."""
+
+    codes: Codes  # [O, blocks, block]
+    scales: Floats  # [O, blocks]
+    zeros: Codes | None = None  # [O, blocks]; None where the grid is symmetric
 
 
 def blocks_of(weight_OI: Floats, grid: Grid) -> Floats:
@@ -29,35 +38,77 @@ def blocks_of(weight_OI: Floats, grid: Grid) -> Floats:
     return weight_OI.reshape(rows, -1, grid.block)
 
 
-def largest_magnitude_scales(weight_OI: Floats, grid: Grid) -> Floats:
-    """Scales that map each block's largest magnitude to the largest code; [O, blocks]."""
+def range_of(weight_OI: Floats, grid: Grid) -> tuple[Floats, Codes | None]:
+    """(scales, zero points) by which the grid just reaches each block's largest and smallest value."""
     blocks = blocks_of(weight_OI, grid)
-    peaks = np.maximum(blocks.max(axis=2), -blocks.min(axis=2))
-    scales = peaks / np.float32(grid.largest)
+    if grid.is_symmetric:
+        peaks = np.maximum(blocks.max(axis=2), -blocks.min(axis=2))
+        return _no_zeros(peaks / np.float32(grid.largest)), None
+    low, high = np.minimum(blocks.min(axis=2), 0), np.maximum(blocks.max(axis=2), 0)
+    steps = np.float32(grid.largest - grid.lowest)
+    scales = _no_zeros(high / steps - low / steps)  # apart, since their difference may be no float
+    return scales, zeros_for(low, scales, grid)
+
+
+def zeros_for(low: Floats, scales: Floats, grid: Grid) -> Codes:
+    """The codes that stand for 0 when the lowest code stands for `low`."""
+    zeros = np.clip(np.rint(grid.lowest - low / scales), grid.lowest, grid.largest)
+    return np.asarray(zeros, np.int8)
+
+
+def _no_zeros(scales: Floats) -> Floats:
     scales[scales == 0] = 1  # a block of zeros: any scale will do, and 1 divides
     return np.asarray(scales, np.float32)
 
 
-def encode(weight_OI: Floats, scales: Floats, grid: Grid) -> Codes:
+def encode(weight_OI: Floats, scales: Floats, grid: Grid, zeros: Codes | None = None) -> Codes:
     """The nearest codes, [O, blocks, block]; ties go to the even code."""
     blocks = blocks_of(weight_OI, grid)
     codes = blocks / scales[:, :, None]
     np.rint(codes, out=codes)
-    np.clip(codes, -grid.largest, grid.largest, out=codes)
+    if zeros is not None:
+        codes += zeros[:, :, None]
+    np.clip(codes, grid.lowest, grid.largest, out=codes)
     return codes.astype(np.int8)
 
 
-def decode(codes: Codes, scales: Floats, in_features: int) -> Floats:
+def decode(codes: Codes, scales: Floats, in_features: int, zeros: Codes | None = None) -> Floats:
     """The weights that the codes stand for, [O, I]; the padding is cut off."""
-    values = codes.astype(np.float32) * scales[:, :, None]
+    values = codes.astype(np.float32)
+    if zeros is not None:
+        values -= zeros[:, :, None]
+    values *= scales[:, :, None]
     return np.ascontiguousarray(values.reshape(len(codes), -1)[:, :in_features])
 
 
-def to_bytes(codes: Codes) -> NDArray[np.uint8]:
-    """The unsigned form that block-wise operators read: code + 128."""
-    return codes.view(np.uint8) ^ np.uint8(ZERO_POINT)
+def decode_all(encoded: Encoded, in_features: int) -> Floats:
+    """The weights that a fit came to."""
+    return decode(encoded.codes, encoded.scales, in_features, encoded.zeros)
 
 
-def from_bytes(stored: NDArray[Any]) -> Codes:
-    """The codes of that form."""
-    return (np.ascontiguousarray(stored) ^ np.uint8(ZERO_POINT)).view(np.int8)
+def middle(bits: int) -> int:
+    """The unsigned code that operators take for zero."""
+    return 1 << (bits - 1)
+
+
+def to_bytes(codes: Codes, bits: int = 8) -> NDArray[np.uint8]:
+    """The unsigned form that block-wise operators read: code + middle, two to a byte at 4 bits.
+
+    The first of two lies in the lower half; an odd number of them is filled up with the middle.
+    """
+    if bits == 8:
+        return codes.view(np.uint8) ^ np.uint8(middle(8))
+    unsigned = (codes + np.int8(middle(bits))).astype(np.uint8)
+    if unsigned.shape[-1] % 2:
+        filler = np.full((*unsigned.shape[:-1], 1), middle(bits), np.uint8)
+        unsigned = np.concatenate([unsigned, filler], axis=-1)
+    return unsigned[..., 0::2] | (unsigned[..., 1::2] << np.uint8(4))
+
+
+def from_bytes(stored: NDArray[Any], bits: int = 8, count: int | None = None) -> Codes:
+    """The codes of that form; `count` of the last dimension where it was filled up."""
+    if bits == 8:
+        return (np.ascontiguousarray(stored) ^ np.uint8(middle(8))).view(np.int8)
+    both = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
+    unsigned = both.reshape(*stored.shape[:-1], -1)[..., :count]
+    return unsigned.astype(np.int8) - np.int8(middle(bits))

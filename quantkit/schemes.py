@@ -16,43 +16,89 @@ from quantkit.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """A symmetric integer grid: `bits` wide, one scale for each block of inputs, or for each output row."""
+    """An integer grid: `bits` wide, one scale for each block of inputs, or for each output row.
+
+    A symmetric grid has its zero in the middle; one that is not has a zero point for each scale.
+    """
 
     bits: int = 8
     block: int | None = None  # None: one scale for each output channel
+    is_symmetric: bool = True
 
     @property
     def largest(self) -> int:
-        """The largest code; its negative is the smallest, so that the grid is symmetric."""
+        """The largest code."""
         return (1 << (self.bits - 1)) - 1
+
+    @property
+    def lowest(self) -> int:
+        """The lowest code. Of 256 one can be spared for symmetry's sake; of 16 it would cost too much."""
+        return -self.largest if self.is_symmetric and self.bits >= 8 else -self.largest - 1
 
     def num_blocks(self, in_features: int) -> int:
         """Scales that one output row has."""
         return 1 if self.block is None else -(-in_features // self.block)
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of codes and float32 scales of a matrix, padded to whole blocks."""
+        """Bytes of codes, float32 scales and zero points of a matrix, padded to whole blocks."""
         blocks = self.num_blocks(columns)
         width = columns if self.block is None else blocks * self.block
-        return rows * (width * self.bits // 8 + blocks * 4)
+        zeros = 0 if self.is_symmetric else -(-blocks * self.bits // 8)
+        return rows * (width * self.bits // 8 + blocks * 4 + zeros)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """What the numbers of one projection are: its weights on a grid, and which inputs share a scale."""
+
+    grid: Grid
+    activations: str  # "block", "token", "tensor", or from calibration: "static8", "static16"
+
+    @property
+    def input_bits(self) -> int | None:
+        """Width of an input whose range calibration fixed; None where it is found at run time."""
+        return int(self.activations.removeprefix("static")) if self.is_static else None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether calibration says what range the input has."""
+        return self.activations.startswith("static")
+
+
+def in_blocks(block: int, *, bits: int = 8, is_symmetric: bool = True) -> Format:
+    """Weights and inputs with one scale for each `block` of them."""
+    return Format(grid=Grid(bits=bits, block=block, is_symmetric=is_symmetric), activations="block")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
     """A row of the table."""
 
-    grid: Grid
-    head: Grid  # of the lm_head and the table it shares: read row by row, and mostly for one position
-    activations: str  # "block", "token" or "tensor": values of the input that share a scale at run time
+    body: Format
+    head: Format  # of the lm_head and of tables: read row by row, and mostly for one position
     description: str
 
 
 def _blocks(size: int, remark: str) -> Scheme:
     return Scheme(
-        grid=Grid(block=size),
-        head=Grid(block=size),
-        activations="block",
+        body=in_blocks(size),
+        head=in_blocks(size),
         description=f"INT8 weights and activations, one scale for each {size} inputs; {remark}",
+    )
+
+
+def _channels(activations: str, description: str) -> Scheme:
+    return Scheme(
+        body=Format(grid=Grid(), activations=activations), head=in_blocks(128), description=description
+    )
+
+
+def _nibbles(size: int, *, is_symmetric: bool = True) -> Scheme:
+    zeros = "" if is_symmetric else " and zero point"
+    return Scheme(
+        body=in_blocks(size, bits=4, is_symmetric=is_symmetric),
+        head=in_blocks(128),
+        description=f"INT4 weights, one scale{zeros} for each {size} inputs; INT8 elsewhere",
     )
 
 
@@ -61,18 +107,25 @@ SCHEMES: dict[str, Scheme] = {
     "int8_block32": _blocks(32, "the most accurate at a moderate size"),
     "int8_block64": _blocks(64, "between the two neighbours"),
     "int8_block128": _blocks(128, "small and fast"),
-    "int8_channel": Scheme(
-        grid=Grid(),
-        head=Grid(block=128),
-        activations="tensor",
-        description="INT8 weights, one scale a row; one activation scale a tensor: fast prompts, inaccurate",
+    "int8_channel": _channels(
+        "tensor",
+        "INT8 weights, one scale a row; one activation scale a tensor: fast prompts, inaccurate",
     ),
-    "int8_token": Scheme(
-        grid=Grid(),
-        head=Grid(block=128),
-        activations="token",
-        description="INT8 weights, one scale a row; inputs that no norm precedes are scaled by token",
+    "int8_token": _channels(
+        "token", "INT8 weights, one scale a row; inputs that no norm precedes are scaled by token"
     ),
+    "int8_static16": _channels(
+        "static16", "INT8 weights, one scale a row; 16-bit activations in ranges from calibration: for NPUs"
+    ),
+    "int8_static8": _channels(
+        "static8", "INT8 weights, one scale a row; 8-bit activations in ranges from calibration: loses most"
+    ),
+    "int4_block32": _nibbles(32),
+    "int4_block64": _nibbles(64),
+    "int4_block128": _nibbles(128),
+    "int4_block32_zeros": _nibbles(32, is_symmetric=False),
+    "int4_block64_zeros": _nibbles(64, is_symmetric=False),
+    "int4_block128_zeros": _nibbles(128, is_symmetric=False),
 }
 AUTO = "auto"
 # What measures best for each kind of export: decoders spend their time on single tokens, where block scales

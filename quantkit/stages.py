@@ -32,12 +32,12 @@ from quantkit.model.load import Source
 from quantkit.model.tensors import TensorSource
 from quantkit.model.weight_source import config_for_artifact, make_fast_tokenizer, tokenizer_files
 from quantkit.plan import choose
-from quantkit.quantizers.apply import quantized_parts, weight_name
+from quantkit.quantizers.apply import Evidences, quantized_parts, weight_name
 from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
 from quantkit.schemes import SCHEMES
-from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, grids_of
+from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, formats_of
 
 WEIGHTS_FILE = "weights.safetensors"
 NOTHING = 1 << 62  # a min_dim that no projection reaches
@@ -98,6 +98,7 @@ def write_model(
     single_file_bytes: int,
     original: Path | None = None,
     keeps_checkpoint: bool = False,
+    evidence: Evidences = lambda _: None,
     count: Count = lambda _: None,
 ) -> Exported:
     """Quantize and export; what is on disk afterwards was read again and agrees with the plan.
@@ -105,7 +106,13 @@ def write_model(
     `original` is the folder of the source: only a model that must be traced needs it.
     """
     scheme, kind = SCHEMES[scheme_name], kind_of(model_map)
-    contents = contents_of(model_map, plan, grids_of(model_map, scheme), packs_attention=kind != "traced")
+    contents = contents_of(
+        model_map,
+        plan,
+        formats_of(model_map, scheme),
+        table_grid=scheme.head.grid,
+        packs_attention=kind != "traced",
+    )
     require_tensors(contents, source, model_map.name)
     checkpoint = write_checkpoint(
         folder / WEIGHTS_FILE,
@@ -116,12 +123,12 @@ def write_model(
             transposed=TRANSPOSED,
             gain_offset=model_map.norm_gain_offset,
             fit=fit,
+            evidence=evidence,
             progress=count,
         ),
         describe(model_map, plan, contents, scheme_name, fit),
     )
     graph_options: dict[str, Any] = {
-        "scheme": scheme,
         "target": TARGETS[target_name],
         "metadata": {
             "max_positions": context_of(model_map),
@@ -226,6 +233,7 @@ def describe(
             {
                 "name": pack.name,
                 "grid": to_json(pack.grid),
+                "activations": pack.format.activations if pack.format else None,
                 "table": pack.table,
                 "layers": [to_json(layer) for layer in pack.layers],
             }

@@ -18,9 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role, Rows
-from quantkit.schemes import Grid, Scheme
+from quantkit.schemes import Format, Grid, Scheme
 
-DTYPES: dict[str, Any] = {"F32": np.float32, "I8": np.int8, "U8": np.uint8}  # as safetensors spells them
+DTYPES: dict[str, Any] = {  # as safetensors spells them
+    "F32": np.float32,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "U16": np.uint16,
+}
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
 assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
 
@@ -30,7 +35,7 @@ class TensorSpec:
     """One tensor of a quantized checkpoint."""
 
     name: str
-    dtype: str  # as safetensors spells it: F32, I8, U8
+    dtype: str  # as safetensors spells it: F32, I8, U8, U16
     shape: tuple[int, ...]
 
     @property
@@ -71,8 +76,14 @@ class Pack:
 
     name: str
     layers: tuple[Layer, ...]
-    grid: Grid | None  # None: left as it was
+    format: Format | None  # None: left as it was
     table: str | None = None  # the embedding whose float table it reads instead of weights of its own
+    adds_bias: bool = False  # a bias of its own, which the original has not: it mends what rounding shifts
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of its weights."""
+        return self.format.grid if self.format else None
 
     @property
     def in_features(self) -> int:
@@ -87,14 +98,17 @@ class Pack:
     @property
     def has_bias(self) -> bool:
         """Whether any of its projections adds a bias; the others then add zeros."""
-        return any(layer.has_bias for layer in self.layers)
+        return self.adds_bias or any(layer.has_bias for layer in self.layers)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """What is stored of it: weights, then scales, then bias."""
+        """What is stored of it: weights, then scales, then bias, then what its input is rounded with."""
         weights = _matrix_tensors(self.name, self.out_features, self.in_features, self.grid)
+        bits = self.format.input_bits if self.format else None
         return (
             *(() if self.table else weights),
             *([_floats(f"{self.name}.bias", self.out_features)] if self.has_bias else []),
+            *([_floats(f"{self.name}.input_scale")] if bits else []),
+            *([TensorSpec(name=f"{self.name}.input_zero", dtype=f"U{bits}", shape=())] if bits else []),
         )
 
 
@@ -158,34 +172,45 @@ def _matrix_tensors(name: str, rows: int, columns: int, grid: Grid | None) -> tu
 
 def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[TensorSpec, ...]:
     blocks, size = grid.num_blocks(columns), grid.block or columns
-    codes = TensorSpec(name=f"{name}.codes", dtype="U8", shape=(rows, blocks, size))
-    return (codes, _floats(f"{name}.scales", rows, blocks))
+    codes = TensorSpec(name=f"{name}.codes", dtype="U8", shape=(rows, blocks, -(-size * grid.bits // 8)))
+    zeros = TensorSpec(name=f"{name}.zeros", dtype="U8", shape=(rows, -(-blocks * grid.bits // 8)))
+    scales = _floats(f"{name}.scales", rows, blocks)
+    return (codes, scales) if grid.is_symmetric else (codes, scales, zeros)
 
 
-def grids_of(model_map: ModelMap, scheme: Scheme) -> Mapping[str, Grid]:
-    """The grid of every projection under a scheme."""
+def formats_of(model_map: ModelMap, scheme: Scheme) -> dict[str, Format]:
+    """The format of every projection under a scheme."""
     return {
-        layer.name: scheme.head if layer.role is Role.LM_HEAD else scheme.grid for layer in model_map.layers
+        layer.name: scheme.head if layer.role is Role.LM_HEAD else scheme.body for layer in model_map.layers
     }
 
 
 def contents_of(
-    model_map: ModelMap, plan: Plan, grids: Mapping[str, Grid] | Grid, *, packs_attention: bool = True
+    model_map: ModelMap,
+    plan: Plan,
+    formats: Mapping[str, Format] | Format,
+    *,
+    table_grid: Grid | None = None,
+    packs_attention: bool = True,
+    adds_biases: bool = False,
 ) -> Contents:
-    """What the quantized model holds: planned projections on their grid, tables beside or inside them.
+    """What the quantized model holds: planned projections in their format, tables beside or inside them.
 
     Without `packs_attention`, packs are the matrices as the original multiplies them, rows in stored order.
     """
     planned = {layer.name for layer in plan.layers if layer.quantized}
 
-    def grid_of(name: str) -> Grid | None:
+    def format_of(name: str) -> Format | None:
         if name not in planned:
             return None
-        return grids if isinstance(grids, Grid) else grids[name]
+        return formats if isinstance(formats, Format) else formats[name]
 
-    table_grid = grids if isinstance(grids, Grid) else next(iter(grids.values()), Grid(block=32))
+    if table_grid is None:
+        table_grid = formats.grid if isinstance(formats, Format) else Grid(block=128)
     pack = _pack if packs_attention else _pack_as_stored
-    packs = pack(model_map, {layer.name: grid_of(layer.name) for layer in model_map.layers})
+    packs = pack(model_map, {layer.name: format_of(layer.name) for layer in model_map.layers})
+    if adds_biases:
+        packs = tuple(replace(each, adds_bias=each.grid is not None) for each in packs)
     holders = {pack.layers[0].tied_to: pack for pack in packs if pack.layers[0].tied_to and pack.grid}
     tables = []
     for table in model_map.embeddings:
@@ -209,11 +234,11 @@ def contents_of(
     )
 
 
-def _pack(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, ...]:
+def _pack(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pack, ...]:
     groups: dict[Any, list[Layer]] = {}
     for layer in model_map.layers:
         joins = layer.role in PACKED_ROLES and layer.block and not layer.is_cross_attention
-        key = (layer.block, grids[layer.name], layer.in_features) if joins else layer.name
+        key = (layer.block, formats[layer.name], layer.in_features) if joins else layer.name
         groups.setdefault(key, []).append(layer)
     packs: list[Pack] = []
     for members in groups.values():
@@ -223,16 +248,16 @@ def _pack(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, 
             Pack(
                 name=_pack_name(part),
                 layers=tuple(part),
-                grid=grids[part[0].name],
-                table=None if grids[part[0].name] else part[0].tied_to,
+                format=formats[part[0].name],
+                table=None if formats[part[0].name] else part[0].tied_to,
             )
             for part in whole
         )
     return tuple(packs)
 
 
-def _pack_as_stored(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tuple[Pack, ...]:
-    """Stored matrices, cut only where the grid changes from one run of rows to the next."""
+def _pack_as_stored(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pack, ...]:
+    """Stored matrices, cut only where the format changes from one run of rows to the next."""
     packs: list[Pack] = []
     for matrix in model_map.matrices:
         runs = [
@@ -246,13 +271,13 @@ def _pack_as_stored(model_map: ModelMap, grids: Mapping[str, Grid | None]) -> tu
         runs = [
             replace(run, out_features=run.rows.length) for run in sorted(runs, key=lambda r: r.rows.start)
         ]
-        cuts = [list(part) for _, part in itertools.groupby(runs, key=lambda run: grids[run.name])]
+        cuts = [list(part) for _, part in itertools.groupby(runs, key=lambda run: formats[run.name])]
         packs.extend(
             Pack(
                 name=matrix if len(cuts) == 1 else f"{matrix}[{part[0].rows.start}:]",
                 layers=tuple(part),
-                grid=grids[part[0].name],
-                table=None if grids[part[0].name] else part[0].tied_to,
+                format=formats[part[0].name],
+                table=None if formats[part[0].name] else part[0].tied_to,
             )
             for part in cuts
         )
@@ -267,3 +292,18 @@ def _pack_name(layers: list[Layer]) -> str:
         return first.matrix
     parent = first.name.rsplit(".", 1)[0]
     return f"{parent}.{'+'.join(layer.name.rsplit('.', 1)[-1] for layer in layers)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What calibration saw of one matrix's input; None where it was not asked for."""
+
+    num_rows: int  # tokens
+    second_moment_II: NDArray[np.float32] | None = None  # mean over tokens of x x^T
+    peak_I: NDArray[np.float32] | None = None  # largest magnitude of each channel
+    mean_I: NDArray[np.float32] | None = None
+    mean_magnitude_I: NDArray[np.float32] | None = None
+    low: float | None = None  # range of the whole input
+    high: float | None = None
+    quantiles: Mapping[str, tuple[float, float]] | None = None  # "99.9", "mse8", "mse16" -> (low, high)
+    sample_TI: NDArray[np.float32] | None = None  # some tokens, drawn with a seed

@@ -17,7 +17,7 @@ from quantkit.quantizers.apply import quantized_parts
 from quantkit.records import ModelMap, Plan
 from quantkit.schemes import SCHEMES
 from quantkit.stages import describe
-from quantkit.tensor_records import Checkpoint, Contents, contents_of, grids_of
+from quantkit.tensor_records import Checkpoint, Contents, contents_of, formats_of
 
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 
@@ -48,7 +48,6 @@ class Quantized:
 
     def options(self, *, outside: bool = False) -> dict[str, Any]:
         return {
-            "scheme": SCHEMES[self.scheme],
             "target": TARGETS["cpu"],
             "keeps_weights_outside": outside,
             "metadata": {"max_positions": self.map.max_positions},
@@ -67,7 +66,11 @@ def quantize(
     model_map = map_module(model, name="tiny")
     plan = choose(model_map, min_dim=min_dim, exclude=exclude)
     contents = contents_of(
-        model_map, plan, grids_of(model_map, SCHEMES[scheme]), packs_attention=packs_attention
+        model_map,
+        plan,
+        formats_of(model_map, SCHEMES[scheme]),
+        table_grid=SCHEMES[scheme].head.grid,
+        packs_attention=packs_attention,
     )
     source = ModuleTensors(model)
     description = describe(model_map, plan, contents, scheme, "rtn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weight_source import open_weights
 from quantkit.plan import choose
+from quantkit.records import Layer
 from quantkit.stages import NOTHING, Exported, write_companions, write_model
+from quantkit.tensor_records import Evidence
 
 
 def build_tiny(tiny_class: str, sizes: dict, *, spread: float = 0.1, dtype=torch.float32):
@@ -45,6 +48,29 @@ def export(folder: Path, out: Path, *, scheme: str = "int8_block32", min_dim: in
     return exported
 
 
+def observe(model, ids: np.ndarray) -> Callable[[Layer], Evidence]:
+    """The range of every linear input on some tokens, by torch hooks alone."""
+    seen: dict[str, Evidence] = {}
+
+    def watch(name: str):
+        def hook(_, inputs):
+            x = inputs[0]
+            seen[name] = Evidence(num_rows=x[..., 0].numel(), low=float(x.min()), high=float(x.max()))
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(watch(name)) for name, module in model.named_modules() if name
+    ]
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.from_numpy(ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return lambda layer: seen[layer.matrix]
+
+
 @dataclass(frozen=True)
 class Error:
     """The largest difference, by itself and beside the largest value."""
@@ -59,4 +85,4 @@ def error(made: np.ndarray, wanted: np.ndarray) -> Error:
     return Error(absolute=difference, relative=difference / float(np.abs(wanted).max()))
 
 
-__all__ = ["NOTHING", "build_tiny", "error", "export"]
+__all__ = ["NOTHING", "build_tiny", "error", "export", "observe"]

@@ -81,7 +81,7 @@ def test_the_safetensors_library_reads_the_same(tmp_path):
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
     assert metadata["format"] == "quantkit"
-    assert metadata["format_version"] == str(FORMAT_VERSION) == "1"
+    assert metadata["format_version"] == str(FORMAT_VERSION) == "2"
     assert json.loads(metadata["quantkit"]) == DESCRIPTION == opened.description
 
 
@@ -143,7 +143,7 @@ def test_a_tensor_that_did_not_come_is_our_own_mistake(tmp_path):
     [
         ({"format": "pt"}, "version 1"),
         ({}, "version 1"),
-        ({"format": "quantkit", "format_version": "2", "quantkit": "{}"}, "update quantkit"),
+        ({"format": "quantkit", "format_version": "3", "quantkit": "{}"}, "update quantkit"),
         ({"format": "quantkit", "format_version": "0", "quantkit": "{}"}, "version 1"),
         ({"format": "quantkit", "format_version": "new", "quantkit": "{}"}, "new"),
         ({"format": "quantkit", "format_version": None, "quantkit": "{}"}, "not a safetensors"),
@@ -258,7 +258,7 @@ def test_the_header_says_what_the_docs_say(model, tmp_path):
     assert description["min_dim"] == 41
     assert description["scheme"] == "int8_block32"
     packs = {pack["name"]: pack for pack in description["packs"]}
-    assert packs["transformer.h.0.mlp.c_fc"]["grid"] == {"bits": 8, "block": 32}
+    assert packs["transformer.h.0.mlp.c_fc"]["grid"] == {"bits": 8, "block": 32, "is_symmetric": True}
     attention = packs["transformer.h.0.attn.c_attn"]
     assert attention["grid"] is None
     assert [layer["role"] for layer in attention["layers"]] == [

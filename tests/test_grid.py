@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from quantkit.grid import blocks_of, decode, encode, from_bytes, largest_magnitude_scales, to_bytes
+from quantkit.grid import blocks_of, decode, encode, from_bytes, range_of, to_bytes
 from quantkit.schemes import Grid
 
 pytestmark = pytest.mark.once
@@ -31,7 +31,8 @@ def naive_scale(values):
 
 
 def quantize(weight_OI, grid):
-    scales = largest_magnitude_scales(weight_OI, grid)
+    scales, zeros = range_of(weight_OI, grid)
+    assert zeros is None
     return encode(weight_OI, scales, grid), scales
 
 
@@ -168,3 +169,52 @@ def test_the_matrix_is_left_as_it_was():
     before = weight_OI.copy()
     quantize(weight_OI, Grid(block=32))
     assert (weight_OI == before).all()
+
+
+NIBBLES = st.builds(
+    Grid, bits=st.just(4), block=st.sampled_from([None, 2, 16, 32]), is_symmetric=st.booleans()
+)
+
+
+@fast
+@given(weight_OI=MATRICES, grid=NIBBLES)
+def test_four_bits_come_back_within_a_step(weight_OI, grid):
+    """Half a step, and half a step more where the zero point itself had to be rounded."""
+    scales, zeros = range_of(weight_OI, grid)
+    codes = encode(weight_OI, scales, grid, zeros)
+    assert codes.min() >= -8
+    assert codes.max() <= 7
+    made = decode(codes, scales, weight_OI.shape[1], zeros).astype(np.float64)
+    for row, number, values in blocks_in(weight_OI, grid):
+        step = float(scales[row, number])
+        start = number * (grid.block or weight_OI.shape[1])
+        error = np.abs(made[row, start : start + len(values)] - values)
+        allowed = step * (0.5 if grid.is_symmetric else 1.0)
+        assert (error <= allowed * (1 + 1e-5) + 4 * EPS * np.abs(values) + TINY).all()
+
+
+@fast
+@given(weight_OI=MATRICES, block=st.sampled_from([None, 16, 32]))
+def test_zero_is_always_on_the_grid(weight_OI, block):
+    weight_OI[:, ::3] = 0
+    for grid in (Grid(bits=4, block=block, is_symmetric=False), Grid(block=block, is_symmetric=False)):
+        scales, zeros = range_of(weight_OI, grid)
+        made = decode(encode(weight_OI, scales, grid, zeros), scales, weight_OI.shape[1], zeros)
+        assert (made[:, ::3] == 0).all()
+
+
+@fast
+@given(
+    codes=arrays.arrays(
+        np.int8, arrays.array_shapes(min_dims=2, max_dims=3, max_side=9), elements=st.integers(-8, 7)
+    )
+)
+def test_two_codes_share_a_byte_the_first_in_the_lower_half(codes):
+    stored = to_bytes(codes, 4)
+    assert stored.shape == (*codes.shape[:-1], -(-codes.shape[-1] // 2))
+    assert (from_bytes(stored, 4, codes.shape[-1]) == codes).all()
+    for place in np.ndindex(*codes.shape):
+        byte = int(stored[(*place[:-1], place[-1] // 2)])
+        assert (byte >> 4 * (place[-1] % 2)) & 15 == codes[place] + 8
+    if codes.shape[-1] % 2:
+        assert (stored[..., -1] >> 4 == 8).all(), "filled up with the code for zero"

@@ -11,10 +11,11 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.plan import choose
 from quantkit.records import Role
-from quantkit.schemes import SCHEMES, Grid
+from quantkit.schemes import SCHEMES, Format, Grid, in_blocks
 from quantkit.tensor_records import contents_of
 
 GRID = Grid(block=32)
+FORMAT = in_blocks(32)
 NOTHING = 1 << 62
 SIZES = {
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40},
@@ -37,8 +38,8 @@ def map_of(family, **changes):
     return map_module(model_class(model_class.config_class(**sizes)), name=family)
 
 
-def contents(model_map, *, min_dim=1, grids=GRID, exclude=()):
-    return contents_of(model_map, choose(model_map, min_dim=min_dim, exclude=exclude), grids)
+def contents(model_map, *, min_dim=1, formats=FORMAT, exclude=()):
+    return contents_of(model_map, choose(model_map, min_dim=min_dim, exclude=exclude), formats)
 
 
 def shapes(made):
@@ -112,16 +113,16 @@ def test_untied_tables_are_stored_beside_the_head():
 
 
 def test_per_channel_codes_are_stored_transposed():
-    stored = shapes(contents(map_of("llama"), grids=Grid()))
+    stored = shapes(contents(map_of("llama"), formats=Format(grid=Grid(), activations="tensor")))
     name = "model.layers.0.mlp.down_proj"
     assert stored[f"{name}.codes_IO"] == ("I8", (48, 32))
     assert stored[f"{name}.scales"] == ("F32", (32,))
 
 
-def test_each_projection_may_have_a_grid_of_its_own():
+def test_each_projection_may_have_a_format_of_its_own():
     model_map = map_of("llama")
-    grids = {layer.name: Grid(block=16 if layer.role is Role.FFN_DOWN else 32) for layer in model_map.layers}
-    made = contents(model_map, grids=grids)
+    formats = {layer.name: in_blocks(16 if layer.role is Role.FFN_DOWN else 32) for layer in model_map.layers}
+    made = contents(model_map, formats=formats)
     assert made.pack_of(Role.FFN_DOWN, "model.layers.0").grid == Grid(block=16)
     assert made.pack_of(Role.ATTENTION_VALUE, "model.layers.0").grid == Grid(block=32)
 
@@ -157,6 +158,6 @@ def test_everything_of_every_family_is_stored_once(family, min_dim):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_projection_is_in_exactly_one_pack(name):
     model_map = map_of("llama")
-    made = contents(model_map, grids=SCHEMES[name].grid)
+    made = contents(model_map, formats=SCHEMES[name].body)
     packed = [layer.name for pack in made.packs for layer in pack.layers]
     assert sorted(packed) == sorted(layer.name for layer in model_map.layers)

@@ -74,10 +74,23 @@ def _integer_nodes(
     shapes = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in model.graph.initializer}
     properties = {entry.key: entry.value for entry in model.metadata_props}
     owners: dict[str, list[str]] = json.loads(properties[METADATA_KEY])["integer_nodes"]
+    bits = {node.name: _bits(node) for node in model.graph.node}
+    # A product between two DequantizeLinear is how standard operators spell an integer one.
+    given = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
     for node in model.graph.node:
-        if node.op_type not in INTEGER_OPERATORS or node.name not in owners:
+        if node.name not in owners:
             continue
-        element_type, shape = shapes.get(node.input[INTEGER_OPERATORS[node.op_type]], (0, ()))
-        expected = sum(sizes[name] for name in owners[node.name])
+        weight = ""
+        if node.op_type in INTEGER_OPERATORS:
+            weight = node.input[INTEGER_OPERATORS[node.op_type]]
+        elif node.op_type == "MatMul" and set(node.input) <= set(given):
+            weight = given[node.input[1]]
+        element_type, shape = shapes.get(weight, (0, ()))
+        expected = sum(sizes[name] for name in owners[node.name]) * bits[node.name] // 8
         if element_type in INTEGER_TYPES and math.prod(shape) >= expected:
             yield node, owners[node.name]
+
+
+def _bits(node: onnx.NodeProto) -> int:
+    """Width of the codes that the node reads."""
+    return next((attribute.i for attribute in node.attribute if attribute.name == "bits"), 8)

@@ -33,7 +33,6 @@ from quantkit.records import (
     Residual,
     Role,
 )
-from quantkit.schemes import Scheme
 from quantkit.tensor_records import Checkpoint, Contents
 
 OPT_PROJECTIONS = ("project_in", "project_out")
@@ -84,7 +83,6 @@ def emit_decoder(
     contents: Contents,
     checkpoint: Checkpoint,
     *,
-    scheme: Scheme,
     target: Target,
     keeps_weights_outside: bool,
     metadata: Mapping[str, Any],
@@ -98,7 +96,6 @@ def emit_decoder(
         graph=graph,
         model_map=model_map,
         contents=contents,
-        scheme=scheme,
         norms={(norm.block, norm.place): norm for norm in model_map.norms},
     )
     emitter.build()
@@ -110,7 +107,6 @@ class _Decoder:
     graph: Graph
     model_map: ModelMap
     contents: Contents
-    scheme: Scheme
     norms: Mapping[tuple[str | None, NormPlace], Norm]
     rotations: dict[Any, int] = field(default_factory=dict)
 
@@ -165,7 +161,7 @@ class _Decoder:
 
     def optional_projection(self, name: str, x: str) -> str:
         found = next((pack for pack in self.contents.packs if pack.name.endswith(name)), None)
-        return operators.matmul(self.graph, found, x, self.scheme) if found else x
+        return operators.matmul(self.graph, found, x) if found else x
 
     def block(self, index: int, block: Block, residual: str, pending: str, shared: Shared) -> tuple[str, str]:
         """(residual stream, output still to be added to it) after one block."""
@@ -204,7 +200,7 @@ class _Decoder:
     def project(self, block: Block, role: Role, x: str) -> str:
         pack = self.contents.pack_of(role, block.name)
         assert pack is not None, (block.name, role)
-        return operators.matmul(self.graph, pack, x, self.scheme)
+        return operators.matmul(self.graph, pack, x)
 
     def attention(self, index: int, block: Block, x: str, shared: Shared) -> str:
         graph, facts = self.graph, block.attentions[0]
@@ -244,7 +240,7 @@ class _Decoder:
         rotates_apart = facts.position is PositionKind.ROPE and not rotates_inside(facts)
         query_width, kv_width = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
         if len(pack.layers) == 3:
-            packed = operators.matmul(graph, pack, x, self.scheme)
+            packed = operators.matmul(graph, pack, x)
             if not facts.has_query_key_norm and not rotates_apart:
                 return packed, "", ""
             widths = graph.integers(query_width, kv_width, kv_width)
@@ -318,7 +314,7 @@ class _Decoder:
         residual = self.optional_projection("project_out", residual)
         pack = self.contents.pack_of(Role.LM_HEAD)
         assert pack is not None, "why_not asks for a head"
-        logits = operators.matmul(graph, pack, residual, self.scheme)
+        logits = operators.matmul(graph, pack, residual)
         if self.model_map.final_softcap:
             cap = graph.constant("softcap", np.array(self.model_map.final_softcap, np.float32))
             logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)

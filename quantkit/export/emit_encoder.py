@@ -35,7 +35,6 @@ from quantkit.records import (
     Residual,
     Role,
 )
-from quantkit.schemes import Scheme
 from quantkit.tensor_records import Checkpoint, Contents, Pack, TableEntry
 
 Steps = tuple[tuple[str, str], ...]  # (projection, the standard operator on its output or none)
@@ -154,7 +153,6 @@ def emit_encoder(
     contents: Contents,
     checkpoint: Checkpoint,
     *,
-    scheme: Scheme,
     target: Target,
     keeps_weights_outside: bool,
     metadata: Mapping[str, Any],
@@ -169,7 +167,6 @@ def emit_encoder(
         graph=graph,
         model_map=model_map,
         contents=contents,
-        scheme=scheme,
         heads=HEADS[model_map.family],
         norms={(norm.block, norm.place): norm for norm in model_map.norms},
     )
@@ -182,7 +179,6 @@ class _Encoder:
     graph: Graph
     model_map: ModelMap
     contents: Contents
-    scheme: Scheme
     heads: Heads
     norms: Mapping[tuple[str | None, NormPlace], Norm]
 
@@ -241,7 +237,7 @@ class _Encoder:
         return pack
 
     def project(self, pack: Pack, x: str) -> str:
-        return operators.matmul(self.graph, pack, x, self.scheme)
+        return operators.matmul(self.graph, pack, x)
 
     def block(self, block: Block, x: str, seen: str) -> str:
         """Attention and FFN, each summed with what it read and then normed."""

@@ -22,7 +22,12 @@ from quantkit.export.targets import Target
 from quantkit.tensor_records import Checkpoint
 
 CONTRIB = "com.microsoft"
-ELEMENT_TYPES = {"F32": TensorProto.FLOAT, "I8": TensorProto.INT8, "U8": TensorProto.UINT8}
+ELEMENT_TYPES = {
+    "F32": TensorProto.FLOAT,
+    "I8": TensorProto.INT8,
+    "U8": TensorProto.UINT8,
+    "U16": TensorProto.UINT16,
+}
 METADATA_KEY = "quantkit"
 ModelProto = onnx.ModelProto
 

@@ -24,7 +24,6 @@ from quantkit.errors import InputError
 from quantkit.export import operators
 from quantkit.export.graph import CONTRIB, METADATA_KEY, Graph
 from quantkit.export.targets import Target
-from quantkit.schemes import Scheme
 from quantkit.tensor_records import Checkpoint, Contents, Pack, TableEntry
 
 OLDEST_OPSET = 13  # from here on, axes are inputs, as the operators for tables write them
@@ -53,7 +52,6 @@ def lower(
     checkpoint: Checkpoint,
     source: Source,
     *,
-    scheme: Scheme,
     target: Target,
     transposed: Mapping[str, bool],
     keeps_weights_outside: bool,
@@ -70,9 +68,7 @@ def lower(
     for name, model in models.items():
         _require_opset(model, name)
         graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
-        run = _Lowering(
-            graph=graph, model=model, contents=contents, scheme=scheme, known=known, floats=floats
-        )
+        run = _Lowering(graph=graph, model=model, contents=contents, known=known, floats=floats)
         lowered[name] = run.build(target, metadata)
         done |= integer_projections(lowered[name])
         if lowered[name].ByteSize() > LARGEST_FILE_BYTES:
@@ -174,7 +170,6 @@ class _Lowering:
     graph: Graph
     model: onnx.ModelProto
     contents: Contents
-    scheme: Scheme
     known: Known
     floats: Mapping[Digest, str]
     initializers: dict[str, TensorProto] = field(default_factory=dict)
@@ -238,10 +233,7 @@ class _Lowering:
         self.uses[digest] += 1
         bias, made = self.bias_of(node)
         takes_bias = bias is not None and self.is_bias_of(packs, bias)
-        parts = [
-            operators.matmul(self.graph, _with_bias(pack, takes_bias), node.input[0], self.scheme)
-            for pack in packs
-        ]
+        parts = [operators.matmul(self.graph, _with_bias(pack, takes_bias), node.input[0]) for pack in packs]
         if len(parts) > 1:
             self.graph.op("Concat", *parts, axis=-1)
         if takes_bias:

@@ -14,9 +14,8 @@ from onnx import TensorProto
 
 from quantkit.errors import InputError
 from quantkit.export.graph import CONTRIB, Graph
-from quantkit.grid import ZERO_POINT
+from quantkit.grid import middle
 from quantkit.records import READ_NO_NORM, Activation, Norm, NormKind
-from quantkit.schemes import Scheme
 from quantkit.tensor_records import Contents, Pack, TableEntry
 
 INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
@@ -30,31 +29,48 @@ ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
 }
 
 
-def matmul(graph: Graph, pack: Pack, x: str, scheme: Scheme) -> str:
-    """x W^T + b for one pack, on its grid."""
+def matmul(graph: Graph, pack: Pack, x: str) -> str:
+    """x W^T + b for one pack, in its format."""
     bias = graph.weight(f"{pack.name}.bias") if pack.has_bias else ""
-    if pack.grid is None:
+    if pack.format is None:
         return _float_matmul(graph, pack, x, bias)
+    grid = pack.format.grid
     graph.integer_nodes[pack.name] = [layer.name for layer in pack.layers]
-    if pack.grid.block is None:
-        by_token = scheme.activations == "token" and pack.layers[0].role in READ_NO_NORM
+    if pack.format.is_static:
+        return _static(graph, pack, x, bias)
+    if grid.block is None:
+        by_token = pack.format.activations == "token" and pack.layers[0].role in READ_NO_NORM
         return _row_scaled(graph, pack, x, bias) if by_token else _per_channel(graph, pack, x, bias)
     return graph.op(
         "MatMulNBits",
         x,
         graph.weight(f"{pack.name}.codes"),
         graph.weight(f"{pack.name}.scales"),
-        "",
+        "" if grid.is_symmetric else graph.weight(f"{pack.name}.zeros"),
         "",
         bias,
         name=pack.name,
         domain=CONTRIB,
         K=pack.in_features,
         N=pack.out_features,
-        bits=pack.grid.bits,
-        block_size=pack.grid.block,
+        bits=grid.bits,
+        block_size=grid.block,
         accuracy_level=INTEGER_ACTIVATIONS,
     )
+
+
+def _static(graph: Graph, pack: Pack, x: str, bias: str) -> str:
+    """Standard operators only: the input rounded in a fixed range, both factors given back as floats.
+
+    A runtime for NPUs reads the four nodes as one integer product, and so does onnxruntime at 8 bits.
+    """
+    grid = [graph.weight(f"{pack.name}.input_scale"), graph.weight(f"{pack.name}.input_zero")]
+    rounded = graph.op("QuantizeLinear", x, *grid, name=f"{pack.name}/round")
+    given = graph.op("DequantizeLinear", rounded, *grid, name=f"{pack.name}/input")
+    codes, scales = graph.weight(f"{pack.name}.codes_IO"), graph.weight(f"{pack.name}.scales")
+    weight = graph.op("DequantizeLinear", codes, scales, name=f"{pack.name}/weight", axis=1)
+    product = graph.op("MatMul", given, weight, name=pack.name)
+    return graph.op("Add", product, bias) if bias else product
 
 
 def _per_channel(graph: Graph, pack: Pack, x: str, bias: str) -> str:
@@ -88,10 +104,14 @@ def lookup(graph: Graph, entry: TableEntry, ids: str) -> str:
     name = entry.table.name
     if entry.grid is None:
         return graph.op("Gather", graph.weight(f"{entry.shares or name}.weight"), ids, name=name, axis=0)
-    holder = entry.shares or name
+    holder, bits = entry.shares or name, entry.grid.bits
     # No Reshape may touch the codes themselves: onnxruntime would fold it into a second copy of them.
     codes = graph.op("Gather", graph.weight(f"{holder}.codes"), ids, name=name, axis=0)
-    zero = graph.constant("zero_point", np.array(ZERO_POINT, np.float32))
+    if bits == 4:
+        codes = _halves(graph, codes)
+    zero = graph.constant(f"middle_{bits}", np.array(middle(bits), np.float32))
+    if not entry.grid.is_symmetric:
+        raise InputError("its table has zero points", where=name, allowed="a symmetric grid for tables")
     values = graph.op("Sub", graph.op("Cast", codes, to=TensorProto.FLOAT), zero)
     scales = graph.op("Gather", graph.weight(f"{holder}.scales"), ids, axis=0)
     values = graph.op("Mul", values, graph.op("Unsqueeze", scales, graph.integers(-1)))
@@ -101,6 +121,15 @@ def lookup(graph: Graph, entry: TableEntry, ids: str) -> str:
     if columns % size == 0:
         return rows
     return graph.op("Slice", rows, graph.integers(0), graph.integers(columns), graph.integers(2))
+
+
+def _halves(graph: Graph, both: str) -> str:
+    """Bytes [batch, sequence, blocks, block / 2] as codes of 4 bits, the lower half first."""
+    low = graph.op("BitwiseAnd", both, graph.constant("u8_15", np.array(15, np.uint8)))
+    high = graph.op("BitShift", both, graph.constant("u8_4", np.array(4, np.uint8)), direction="RIGHT")
+    parts = [graph.op("Unsqueeze", part, graph.integers(-1)) for part in (low, high)]
+    pairs = graph.op("Concat", *parts, axis=-1)
+    return graph.op("Reshape", pairs, graph.integers(0, 0, 0, -1))
 
 
 def norm(graph: Graph, entry: Norm, contents: Contents, x: str) -> str:

@@ -16,13 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.grid import Floats, encode, to_bytes
-from quantkit.quantizers import QUANTIZERS, Fit
+from quantkit.errors import InputError
+from quantkit.grid import Encoded, Floats, decode_all, to_bytes
+from quantkit.quantizers import PLAIN, QUANTIZERS, Quantizer
 from quantkit.records import Layer
 from quantkit.schemes import Grid
-from quantkit.tensor_records import Contents, Pack, TableEntry
+from quantkit.tensor_records import Contents, Evidence, Pack, TableEntry
 
 Part = tuple[str, NDArray[Any]]
+Evidences = Callable[[Layer], Evidence | None]  # what calibration saw of a projection's input
 CHUNK_VALUES = 1 << 20  # 4 MB of float32: large enough for numpy, small enough for the cache
 MAX_THREADS = 4
 
@@ -40,17 +42,20 @@ def quantized_parts(
     *,
     transposed: Mapping[str, bool],
     gain_offset: float = 0.0,
-    fit: str = "rtn",
+    fit: str = PLAIN,
+    evidence: Evidences = lambda _: None,
     threads: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Part]:
     """Every tensor of `contents`, in parts and in order.
 
-    `progress` is told how many weights of projections were done; together they are all of them.
+    A matrix without the evidence that its fit wants is rounded plainly. `progress` is told how many weights
+    of projections were done; together they are all of them.
     """
     workers = threads or min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
-        run = _Stream(pool=pool, depth=workers + 1, source=source, fit=QUANTIZERS[fit], progress=progress)
+        run = _Stream(pool=pool, depth=workers + 1, source=source, progress=progress)
+        run.quantizer, run.evidence = QUANTIZERS[fit], evidence
         for pack in contents.packs:
             yield from run.pack(pack, transposed=transposed)
         for entry in contents.tables:
@@ -76,10 +81,11 @@ class _Stream:
         pool: ThreadPoolExecutor,
         depth: int,
         source: Source,
-        fit: Fit,
         progress: Callable[[int], None],
     ) -> None:
-        self.pool, self.depth, self.source, self.fit, self.progress = pool, depth, source, fit, progress
+        self.pool, self.depth, self.source, self.progress = pool, depth, source, progress
+        self.quantizer: Quantizer = QUANTIZERS[PLAIN]
+        self.evidence: Evidences = lambda _: None
 
     def ordered(self, tasks: Iterator[Callable[[], Any]]) -> Iterator[Any]:
         """Results in order, with no more than `depth` tasks ahead of the reader."""
@@ -92,55 +98,70 @@ class _Stream:
             yield waiting.popleft().result()
 
     def pack(self, pack: Pack, *, transposed: Mapping[str, bool]) -> Iterator[Part]:
-        """Weights, scales and bias of one pack."""
+        """Weights, scales, zero points and bias of one pack, and how its input is rounded."""
+        seen = self.evidence(pack.layers[0])  # projections of one pack read the same input
+        shift_O: list[Floats] = []
         if pack.grid is None:
             if pack.table is None:
                 yield f"{pack.name}.weight_IO", self.float_IO(pack, transposed)
             else:
                 self.progress(pack.out_features * pack.in_features)
         elif pack.grid.block is None:
-            yield from self.transposed_codes(pack, pack.grid, transposed)
+            yield from self.transposed_codes(pack, pack.grid, transposed, seen, shift_O)
         else:
-            scales = []
-            for codes, scale in self.ordered(self.encoded(pack, pack.grid, transposed)):
-                scales.append(scale)
-                self.progress(len(codes) * pack.in_features)  # without the padding
-                yield f"{pack.name}.codes", to_bytes(codes)
-            yield f"{pack.name}.scales", np.concatenate(scales)
+            made = []
+            for encoded, shift in self.ordered(self.fitted(pack, pack.grid, transposed, seen)):
+                made.append((encoded.scales, encoded.zeros))
+                shift_O.append(shift)
+                self.progress(len(encoded.codes) * pack.in_features)  # without the padding
+                yield f"{pack.name}.codes", to_bytes(encoded.codes, pack.grid.bits)
+            yield from _scales(pack.name, made, pack.grid)
         if pack.has_bias:
-            yield f"{pack.name}.bias", np.concatenate([self.bias(layer) for layer in pack.layers])
+            bias_O = np.concatenate([self.bias(layer) for layer in pack.layers])
+            yield f"{pack.name}.bias", bias_O + np.concatenate(shift_O) if pack.adds_bias else bias_O
+        if pack.format and pack.format.input_bits:
+            yield from _input_grid(pack, seen)
 
     def table(self, entry: TableEntry) -> Iterator[Part]:
-        """A table of its own."""
+        """A table of its own: always rounded plainly, since single rows of it are read."""
         name, rows, columns = entry.table.name, entry.table.num_rows, entry.table.num_columns
         if entry.shares:
             return
         if entry.grid is None:
             yield f"{name}.weight", self.source.read(f"{name}.weight")
             return
-        grid, scales = entry.grid, []
+        grid, made = entry.grid, []
         step = max(1, CHUNK_VALUES // columns)
 
-        def task(start: int) -> Callable[[], tuple[NDArray[np.int8], Floats]]:
-            return lambda: self.encode(self.source.read(f"{name}.weight", start, step), grid)
+        def task(start: int) -> Callable[[], Encoded]:
+            return lambda: QUANTIZERS[PLAIN].fit(self.source.read(f"{name}.weight", start, step), grid, None)
 
-        for codes, scale in self.ordered(task(start) for start in range(0, rows, step)):
-            scales.append(scale)
-            yield f"{name}.codes", to_bytes(codes)
-        yield f"{name}.scales", np.concatenate(scales)
+        for encoded in self.ordered(task(start) for start in range(0, rows, step)):
+            made.append((encoded.scales, encoded.zeros))
+            yield f"{name}.codes", to_bytes(encoded.codes, grid.bits)
+        yield from _scales(name, made, grid)
 
-    def encode(self, weight_OI: Floats, grid: Grid) -> tuple[NDArray[np.int8], Floats]:
-        """Codes and scales of some rows."""
-        scales = self.fit(weight_OI, grid)
-        return encode(weight_OI, scales, grid), scales
+    def fitted(
+        self, pack: Pack, grid: Grid, transposed: Mapping[str, bool], seen: Evidence | None
+    ) -> Iterator[Callable[[], tuple[Encoded, Floats]]]:
+        """One task for each run of rows: their codes, and what the bias must make up for."""
+        quantizer, prepared = self.quantizer, None
+        if quantizer.wants and (seen is None or not has_all(seen, quantizer.wants)):
+            quantizer = QUANTIZERS[PLAIN]
+        if quantizer.prepare and seen:
+            prepared = quantizer.prepare(seen, grid)
+        mean_I = seen.mean_I if seen and pack.adds_bias else None
 
-    def encoded(
-        self, pack: Pack, grid: Grid, transposed: Mapping[str, bool]
-    ) -> Iterator[Callable[[], tuple[NDArray[np.int8], Floats]]]:
-        """One task for each run of rows."""
+        def task(rows: Callable[[], Floats]) -> Callable[[], tuple[Encoded, Floats]]:
+            def work() -> tuple[Encoded, Floats]:
+                weight_OI = rows()
+                encoded = quantizer.fit(weight_OI, grid, prepared)
+                if mean_I is None:
+                    return encoded, np.zeros(len(weight_OI), np.float32)
+                lost_OI = weight_OI - decode_all(encoded, pack.in_features)
+                return encoded, np.asarray(lost_OI @ mean_I, np.float32)
 
-        def task(rows: Callable[[], Floats]) -> Callable[[], tuple[NDArray[np.int8], Floats]]:
-            return lambda: self.encode(rows(), grid)
+            return work
 
         for rows in self.row_runs(pack, transposed):
             yield task(rows)
@@ -161,13 +182,22 @@ class _Stream:
                 for start, count in runs_of(layer, step):
                     yield partial(self.source.read, name, start, count)
 
-    def transposed_codes(self, pack: Pack, grid: Grid, transposed: Mapping[str, bool]) -> Iterator[Part]:
+    def transposed_codes(
+        self,
+        pack: Pack,
+        grid: Grid,
+        transposed: Mapping[str, bool],
+        seen: Evidence | None,
+        shift_O: list[Floats],
+    ) -> Iterator[Part]:
         """Codes as [in, out], which per-channel operators read: the whole pack must be at hand."""
         codes_IO = np.empty((pack.in_features, pack.out_features), np.int8)
         scales, row = [], 0
-        for codes, scale in self.ordered(self.encoded(pack, grid, transposed)):
+        for encoded, shift in self.ordered(self.fitted(pack, grid, transposed, seen)):
+            codes = encoded.codes
             codes_IO[:, row : row + len(codes)] = codes[:, 0].T
-            scales.append(scale[:, 0])
+            scales.append(encoded.scales[:, 0])
+            shift_O.append(shift)
             row += len(codes)
             self.progress(codes.size)
         yield f"{pack.name}.codes_IO", codes_IO
@@ -189,6 +219,52 @@ class _Stream:
             return np.zeros(layer.out_features, np.float32)
         bias = self.source.read(f"{layer.matrix}.bias")
         return np.concatenate([bias[start : start + count] for start, count in runs_of(layer, len(bias))])
+
+
+def _scales(name: str, made: list[tuple[Floats, NDArray[np.int8] | None]], grid: Grid) -> Iterator[Part]:
+    yield f"{name}.scales", np.concatenate([scales for scales, _ in made])
+    zeros = [each for _, each in made if each is not None]
+    if zeros:
+        yield f"{name}.zeros", to_bytes(np.concatenate(zeros), grid.bits)
+
+
+def _input_grid(pack: Pack, seen: Evidence | None) -> Iterator[Part]:
+    """Scale and zero point of an input whose range calibration fixed."""
+    assert pack.format is not None
+    bits = pack.format.input_bits
+    assert bits is not None
+    low, high = static_range(pack.name, seen, bits)
+    low, high = min(low, 0.0), max(high, 0.0)
+    steps = (1 << bits) - 1
+    scale = (high - low) / steps or 1.0
+    zero = round(min(max(-low / scale, 0), steps))
+    yield f"{pack.name}.input_scale", np.array(scale, np.float32)
+    yield f"{pack.name}.input_zero", np.array(zero, f"u{bits // 8}")
+
+
+def static_range(name: str, seen: Evidence | None, bits: int) -> tuple[float, float]:
+    """The range to round an input in: the one of least squared error, or all that was seen."""
+    if seen is None or seen.low is None or seen.high is None:
+        raise InputError(
+            "its input needs a range from calibration, which never reached it",
+            where=name,
+            next_step=f"--exclude '{name}', or calibrate on a text that uses it",
+        )
+    if seen.quantiles and f"mse{bits}" in seen.quantiles:
+        return seen.quantiles[f"mse{bits}"]
+    return seen.low, seen.high
+
+
+def has_all(seen: Evidence, wanted: frozenset[str]) -> bool:
+    """Whether calibration collected what a fit wants."""
+    fields: dict[str, Any] = {
+        "second_moment": seen.second_moment_II,
+        "peak": seen.peak_I,
+        "mean": seen.mean_I,
+    }
+    fields |= {"mean_magnitude": seen.mean_magnitude_I, "range": seen.low, "histogram": seen.quantiles}
+    fields |= {"sample": seen.sample_TI}
+    return all(fields[name] is not None for name in wanted)
 
 
 def _rows(weight_OI: Floats, start: int, count: int) -> Floats:

@@ -205,9 +205,7 @@ def test_what_cannot_be_emitted_says_why(class_name, sizes, reason):
     assert (found is None) if reason is None else (reason in found)
     if reason:
         with pytest.raises(InputError, match=reason):
-            emit_encoder(
-                model_map, None, None, scheme=None, target=None, keeps_weights_outside=False, metadata={}
-            )
+            emit_encoder(model_map, None, None, target=None, keeps_weights_outside=False, metadata={})
 
 
 @pytest.mark.skipif(bool(WHY_NO_OPTIMUM), reason=f"optimum's runtime does not import here: {WHY_NO_OPTIMUM}")

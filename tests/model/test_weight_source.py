@@ -26,7 +26,7 @@ from quantkit.model.weight_source import (
 )
 from quantkit.plan import choose
 from quantkit.quantizers.apply import weight_name
-from quantkit.schemes import Grid
+from quantkit.schemes import in_blocks
 from quantkit.stages import require_tensors
 from quantkit.tensor_records import contents_of
 
@@ -45,7 +45,7 @@ def opened(folder, **options):
 
 
 def needed(model_map):
-    return contents_of(model_map, choose(model_map, min_dim=1), Grid(block=32))
+    return contents_of(model_map, choose(model_map, min_dim=1), in_blocks(32))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

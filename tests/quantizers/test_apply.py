@@ -22,7 +22,7 @@ from quantkit.model.weight_source import open_weights
 from quantkit.plan import choose
 from quantkit.quantizers.apply import quantized_parts, runs_of
 from quantkit.records import Layer, Role, Rows
-from quantkit.schemes import Grid
+from quantkit.schemes import Format, Grid, in_blocks
 from quantkit.tensor_records import Contents, Pack, contents_of
 
 HIDDEN, HEADS, FFN = 40, 4, 72  # no multiples of the block
@@ -130,9 +130,13 @@ def models(tmp_path_factory):
     return made
 
 
+def a_format(grid):
+    return Format(grid=grid, activations="block" if grid.block else "tensor")
+
+
 def write(model, path, *, grid, min_dim=1, **options):
     folder, model_map, _ = model
-    contents = contents_of(model_map, choose(model_map, min_dim=min_dim), grid)
+    contents = contents_of(model_map, choose(model_map, min_dim=min_dim), a_format(grid))
     source = open_weights(open_source(str(folder)), model_map, random_weights=False)
     parts = quantized_parts(contents, source, transposed=TRANSPOSED, **options)
     write_checkpoint(path, contents.tensors(), parts, {})
@@ -266,7 +270,7 @@ def test_a_large_matrix_takes_a_few_chunks_of_memory(tmp_path):
     pack = Pack(
         name="w",
         layers=(one_layer(rows, columns, Rows(start=0, length=rows, stride=rows)),),
-        grid=Grid(block=128),
+        format=in_blocks(128),
     )
     contents = Contents(packs=(pack,), tables=(), norms=(), norm_biases=frozenset())
     source = open_tensors(tmp_path)
