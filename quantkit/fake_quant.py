@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.grid import decode, from_bytes
-from quantkit.records import READ_NO_NORM
+from quantkit.records import READ_NO_NORM, Role, Rows
+from quantkit.schemes import Format, Grid
 from quantkit.tensor_records import Checkpoint
 
 LARGEST_CODE = 127
@@ -44,11 +45,11 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
             if values is not None:
                 with torch.no_grad():
                     target = weight_OI(linear, layer["stored_as"])
-                    target[_rows(layer["rows"])] = values[done : done + count].to(target.dtype)
+                    target[rows_of(Rows(**layer["rows"]))] = values[done : done + count].to(target.dtype)
             done += count
             if pack["grid"] and rounds_inputs and not hasattr(linear, "_rounds_inputs"):
                 linear._rounds_inputs = True
-                linear.register_forward_pre_hook(_hook(_rounding(checkpoint, pack)))
+                linear.register_forward_pre_hook(hook_of(_rounding(checkpoint, pack)))
     for table in described["tables"]:
         if table["grid"] and table["name"] not in tied:
             embedding: Any = parents[table["name"]]
@@ -81,12 +82,15 @@ def block_values(
     return decode(codes, scales, columns, zeros)
 
 
-def _rows(rows: Mapping[str, int]) -> Tensor:
-    starts = [rows["start"] + part * rows["stride"] for part in range(rows["count"])]
-    return torch.cat([torch.arange(start, start + rows["length"]) for start in starts])
+def rows_of(rows: Rows) -> Tensor:
+    """The indices of a projection's rows in the matrix that stores it."""
+    starts = [rows.start + part * rows.stride for part in range(rows.count)]
+    return torch.cat([torch.arange(start, start + rows.length) for start in starts])
 
 
-def _hook(rounding: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - torch's hook
+def hook_of(rounding: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - torch's hook
+    """A hook that changes what a module reads."""
+
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *rest = inputs
         return (rounding(first), *rest)
@@ -96,17 +100,23 @@ def _hook(rounding: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - torch'
 
 def _rounding(checkpoint: Checkpoint, pack: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     """How the runtime rounds what the pack reads."""
-    activations, name = pack["activations"], pack["name"]
-    if activations.startswith("static"):
-        scale, zero = (
-            float(checkpoint.read(f"{name}.input_scale")),
-            int(checkpoint.read(f"{name}.input_zero")),
-        )
-        return partial(round_static, scale=scale, zero=zero, bits=int(activations.removeprefix("static")))
-    if activations == "block":
-        return partial(round_blocks, block=pack["grid"]["block"])
-    by_token = activations == "token" and pack["layers"][0]["role"] in READ_NO_NORM
-    return round_tokens if by_token else round_tensor
+    chosen, name, fixed = (
+        Format(grid=Grid(**pack["grid"]), activations=pack["activations"]),
+        pack["name"],
+        None,
+    )
+    if chosen.is_static:
+        fixed = float(checkpoint.read(f"{name}.input_scale")), int(checkpoint.read(f"{name}.input_zero"))
+    return rounding_of(chosen, Role(pack["layers"][0]["role"]), fixed)
+
+
+def rounding_of(chosen: Format, role: Role, fixed: tuple[float, int] | None) -> Callable[[Tensor], Tensor]:
+    """How the runtime rounds what a projection of this format and role reads; `fixed` is scale and zero."""
+    if chosen.input_bits and fixed:
+        return partial(round_static, scale=fixed[0], zero=fixed[1], bits=chosen.input_bits)
+    if chosen.grid.block:
+        return partial(round_blocks, block=chosen.grid.block)
+    return round_tokens if chosen.activations == "token" and role in READ_NO_NORM else round_tensor
 
 
 def round_static(x: Tensor, *, scale: float, zero: int, bits: int) -> Tensor:

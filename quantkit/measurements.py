@@ -176,3 +176,68 @@ def kept_projections(plan: Plan) -> tuple[Kept, ...]:
     """What a plan leaves as it was, one entry for each role and reason, in the order of the walk."""
     counts = Counter((str(layer.role), layer.reason) for layer in plan.layers if not layer.quantized)
     return tuple(Kept(role=role, reason=reason, count=count) for (role, reason), count in counts.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One format that a unit could have."""
+
+    format: str  # the name of a scheme, or "float"
+    loss: float  # KL divergence when this unit alone has it, nats
+    cost: float  # bytes, or microseconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitOptions:
+    """What is multiplied together, and the formats that it could have."""
+
+    name: str
+    layers: tuple[str, ...]
+    options: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What a whole model lost, measured in the runtime."""
+
+    ppl_increase: float
+    kl_divergence: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A configuration that was exported and measured."""
+
+    label: str
+    choices: tuple[tuple[str, str], ...]  # unit, format
+    cost: float
+    predicted_kl: float
+    loss: Loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerLoss:
+    """What rounding took from one matrix product."""
+
+    name: str
+    layers: tuple[str, ...]
+    format: str
+    weight_error: float  # relative, root of sums of squares
+    plain_weight_error: float  # the same with plain rounding
+    output_error: float | None = None  # on what calibration saw; None without it
+    plain_output_error: float | None = None
+    kl_divergence: float | None = None  # of the model with this alone in its format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeTime:
+    """The time of one matrix product on this machine, in one format, for a number of rows."""
+
+    in_features: int
+    out_features: int
+    format_name: str  # "float32", or integers: "int8_block128", "int8_tensor"
+    rows: int  # 1: a decoded token; more: a prompt
+    median_us: float
+    spread_us: float  # between the quartiles
+    runs: int  # timed products

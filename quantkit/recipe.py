@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,7 +23,9 @@ class Select(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    min_dim: int = Field(default=256, ge=1, description="quantize where max(in, out) reaches this")
+    min_dim: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default=256, description="quantize where max(in, out) reaches this; 'auto' measures on this machine"
+    )
     include: list[str] = Field(default=[], description="roles or globs that narrow the choice")
     exclude: list[str] = Field(default=[], description="roles or globs that are left as they are")
 
@@ -46,6 +48,32 @@ class Measure(BaseModel):
     seconds: float = Field(default=20.0, gt=0, description="most time that the timing may take")
 
 
+class Calibration(BaseModel):
+    """The text that statistics of inputs are collected on, where a method wants any."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    text: str | None = Field(
+        default=None, description="a text file, or token ids in .npy; without it the bundled split"
+    )
+    windows: int = Field(default=32, ge=1, description="windows of the text")
+    length: int = Field(default=512, ge=2, description="tokens a window; at most the model's context")
+    seed: int = Field(default=0, ge=0, description="of the choice of windows")
+
+
+class Budget(BaseModel):
+    """How much accuracy may be lost; with one of the two, formats are searched layer by layer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_ppl_increase: float | None = Field(
+        default=None, gt=0, description="0.005 allows half a percent of perplexity"
+    )
+    max_kl: float | None = Field(default=None, gt=0, description="nats a token")
+    prefer: Literal["size", "speed"] = Field(default="size", description="what is made least")
+    evaluations: int = Field(default=20, ge=2, description="most models that are exported and measured")
+
+
 class Recipe(BaseModel):
     """One run of the pipeline."""
 
@@ -55,6 +83,17 @@ class Recipe(BaseModel):
     select: Select = Select()
     scheme: Literal[AUTO, *SCHEMES] = Field(default=AUTO, description="how weights become integers")  # type: ignore[valid-type]
     fit: Literal["rtn"] = Field(default="rtn", description="how the scales are chosen")
+    layers: dict[str, str] = Field(
+        default={}, description="a role or a glob on names -> a scheme of its own, or 'float'"
+    )
+    transforms: list[str] = Field(
+        default=[], description="applied in this order before the weights are fitted"
+    )
+    bias_correction: bool = Field(
+        default=False, description="add to each bias what rounding takes from the mean output"
+    )
+    calibration: Calibration = Calibration()
+    budget: Budget = Budget()
     target: Literal["cpu"] = Field(default="cpu", description="who runs the file")
     single_file_mb: int = Field(
         default=64, ge=0, description="weights up to this size lie inside model.onnx, larger ones beside it"
@@ -64,7 +103,13 @@ class Recipe(BaseModel):
     measure: Measure = Measure()
 
 
-SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {(): Recipe, ("select",): Select, ("measure",): Measure}
+SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    (): Recipe,
+    ("select",): Select,
+    ("calibration",): Calibration,
+    ("budget",): Budget,
+    ("measure",): Measure,
+}
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -89,7 +134,7 @@ def recipe_schema() -> dict[str, Any]:
 
 def _explain(fault: Any) -> str:  # noqa: ANN401 - pydantic's own mapping
     *parents, key = fault["loc"]
-    name = ".".join(str(part) for part in fault["loc"])
+    name = ".".join(str(part) for part in _without_type_names(fault["loc"]))
     if fault["type"] != "extra_forbidden":
         return f"{name}: {fault['msg']}, got {fault['input']!r}"
     allowed = _keys_at(parents)
@@ -99,6 +144,17 @@ def _explain(fault: Any) -> str:  # noqa: ANN401 - pydantic's own mapping
     ]
     hint = f"; next: did you mean '{nearest[0]}'?" if nearest else ""
     return f"unknown key '{name}'; allowed: {', '.join(allowed)}{hint}"
+
+
+def _without_type_names(place: Sequence[Any]) -> Sequence[Any]:
+    """The place of a fault; where several types are allowed, pydantic adds the name of one to it."""
+    for depth, part in enumerate(place):
+        section = tuple(place[:depth])
+        if section in SECTIONS and part not in _keys_at(section):
+            return place
+        if section not in SECTIONS and isinstance(part, str) and "layers" not in section:
+            return section
+    return place
 
 
 def _keys_at(parents: Sequence[Any]) -> list[str]:

@@ -127,6 +127,7 @@ SCHEMES: dict[str, Scheme] = {
     "int4_block64_zeros": _nibbles(64, is_symmetric=False),
     "int4_block128_zeros": _nibbles(128, is_symmetric=False),
 }
+FLOAT = "float"  # in place of a scheme: left as it was
 AUTO = "auto"
 # What measures best for each kind of export: decoders spend their time on single tokens, where block scales
 # cost nothing; encoders on whole texts, where the operator for per-channel weights is twice as fast.

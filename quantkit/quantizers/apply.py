@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.grid import Encoded, Floats, decode_all, to_bytes
 from quantkit.quantizers import PLAIN, QUANTIZERS, Quantizer
+from quantkit.quantizers.losses import Sums, sums_of
 from quantkit.records import Layer
-from quantkit.schemes import Grid
+from quantkit.schemes import Format, Grid
 from quantkit.tensor_records import Contents, Evidence, Pack, TableEntry
 
 Part = tuple[str, NDArray[Any]]
@@ -46,16 +47,18 @@ def quantized_parts(
     evidence: Evidences = lambda _: None,
     threads: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
+    losses: dict[str, Sums] | None = None,
 ) -> Iterator[Part]:
     """Every tensor of `contents`, in parts and in order.
 
     A matrix without the evidence that its fit wants is rounded plainly. `progress` is told how many weights
-    of projections were done; together they are all of them.
+    of projections were done; together they are all of them. `losses` is filled with what each pack lost.
     """
     workers = threads or min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         run = _Stream(pool=pool, depth=workers + 1, source=source, progress=progress)
         run.quantizer, run.evidence = QUANTIZERS[fit], evidence
+        run.losses = {} if losses is None else losses
         for pack in contents.packs:
             yield from run.pack(pack, transposed=transposed)
         for entry in contents.tables:
@@ -86,6 +89,7 @@ class _Stream:
         self.pool, self.depth, self.source, self.progress = pool, depth, source, progress
         self.quantizer: Quantizer = QUANTIZERS[PLAIN]
         self.evidence: Evidences = lambda _: None
+        self.losses: dict[str, Sums] = {}
 
     def ordered(self, tasks: Iterator[Callable[[], Any]]) -> Iterator[Any]:
         """Results in order, with no more than `depth` tasks ahead of the reader."""
@@ -110,7 +114,8 @@ class _Stream:
             yield from self.transposed_codes(pack, pack.grid, transposed, seen, shift_O)
         else:
             made = []
-            for encoded, shift in self.ordered(self.fitted(pack, pack.grid, transposed, seen)):
+            for encoded, shift, lost in self.ordered(self.fitted(pack, pack.grid, transposed, seen)):
+                self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
                 made.append((encoded.scales, encoded.zeros))
                 shift_O.append(shift)
                 self.progress(len(encoded.codes) * pack.in_features)  # without the padding
@@ -119,8 +124,10 @@ class _Stream:
         if pack.has_bias:
             bias_O = np.concatenate([self.bias(layer) for layer in pack.layers])
             yield f"{pack.name}.bias", bias_O + np.concatenate(shift_O) if pack.adds_bias else bias_O
-        if pack.format and pack.format.input_bits:
-            yield from _input_grid(pack, seen)
+        fixed = input_grid(pack.name, pack.format, seen) if pack.format else None
+        if fixed and pack.format and pack.format.input_bits:
+            yield f"{pack.name}.input_scale", np.array(fixed[0], np.float32)
+            yield f"{pack.name}.input_zero", np.array(fixed[1], f"u{pack.format.input_bits // 8}")
 
     def table(self, entry: TableEntry) -> Iterator[Part]:
         """A table of its own: always rounded plainly, since single rows of it are read."""
@@ -143,23 +150,24 @@ class _Stream:
 
     def fitted(
         self, pack: Pack, grid: Grid, transposed: Mapping[str, bool], seen: Evidence | None
-    ) -> Iterator[Callable[[], tuple[Encoded, Floats]]]:
-        """One task for each run of rows: their codes, and what the bias must make up for."""
-        quantizer, prepared = self.quantizer, None
-        if quantizer.wants and (seen is None or not has_all(seen, quantizer.wants)):
-            quantizer = QUANTIZERS[PLAIN]
-        if quantizer.prepare and seen:
-            prepared = quantizer.prepare(seen, grid)
+    ) -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
+        """One task for each run of rows: their codes, what the bias must make up for, what is lost."""
+        quantizer = usable(self.quantizer, seen)
+        prepared = quantizer.prepare(seen, grid) if quantizer.prepare and seen else None
         mean_I = seen.mean_I if seen and pack.adds_bias else None
 
-        def task(rows: Callable[[], Floats]) -> Callable[[], tuple[Encoded, Floats]]:
-            def work() -> tuple[Encoded, Floats]:
+        second_moment_II = seen.second_moment_II if seen else None
+        is_plain = quantizer is QUANTIZERS[PLAIN]
+
+        def task(rows: Callable[[], Floats]) -> Callable[[], tuple[Encoded, Floats, Sums]]:
+            def work() -> tuple[Encoded, Floats, Sums]:
                 weight_OI = rows()
                 encoded = quantizer.fit(weight_OI, grid, prepared)
+                lost = sums_of(weight_OI, encoded, grid, second_moment_II, is_plain=is_plain)
                 if mean_I is None:
-                    return encoded, np.zeros(len(weight_OI), np.float32)
+                    return encoded, np.zeros(len(weight_OI), np.float32), lost
                 lost_OI = weight_OI - decode_all(encoded, pack.in_features)
-                return encoded, np.asarray(lost_OI @ mean_I, np.float32)
+                return encoded, np.asarray(lost_OI @ mean_I, np.float32), lost
 
             return work
 
@@ -193,7 +201,8 @@ class _Stream:
         """Codes as [in, out], which per-channel operators read: the whole pack must be at hand."""
         codes_IO = np.empty((pack.in_features, pack.out_features), np.int8)
         scales, row = [], 0
-        for encoded, shift in self.ordered(self.fitted(pack, grid, transposed, seen)):
+        for encoded, shift, lost in self.ordered(self.fitted(pack, grid, transposed, seen)):
+            self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
             codes = encoded.codes
             codes_IO[:, row : row + len(codes)] = codes[:, 0].T
             scales.append(encoded.scales[:, 0])
@@ -228,18 +237,29 @@ def _scales(name: str, made: list[tuple[Floats, NDArray[np.int8] | None]], grid:
         yield f"{name}.zeros", to_bytes(np.concatenate(zeros), grid.bits)
 
 
-def _input_grid(pack: Pack, seen: Evidence | None) -> Iterator[Part]:
-    """Scale and zero point of an input whose range calibration fixed."""
-    assert pack.format is not None
-    bits = pack.format.input_bits
-    assert bits is not None
-    low, high = static_range(pack.name, seen, bits)
+def usable(quantizer: Quantizer, seen: Evidence | None) -> Quantizer:
+    """The fit itself, or the plain one where calibration did not see what it wants."""
+    is_blind = quantizer.wants and (seen is None or not has_all(seen, quantizer.wants))
+    return QUANTIZERS[PLAIN] if is_blind else quantizer
+
+
+def fitted_rows(weight_OI: Floats, grid: Grid, *, fit: str, seen: Evidence | None) -> Encoded:
+    """Some rows of one matrix by a fit of the table."""
+    quantizer = usable(QUANTIZERS[fit], seen)
+    prepared = quantizer.prepare(seen, grid) if quantizer.prepare and seen else None
+    return quantizer.fit(weight_OI, grid, prepared)
+
+
+def input_grid(name: str, chosen: Format, seen: Evidence | None) -> tuple[float, int] | None:
+    """(scale, zero point) of an input whose range calibration fixed; None where it is found at run time."""
+    bits = chosen.input_bits
+    if bits is None:
+        return None
+    low, high = static_range(name, seen, bits)
     low, high = min(low, 0.0), max(high, 0.0)
     steps = (1 << bits) - 1
     scale = (high - low) / steps or 1.0
-    zero = round(min(max(-low / scale, 0), steps))
-    yield f"{pack.name}.input_scale", np.array(scale, np.float32)
-    yield f"{pack.name}.input_zero", np.array(zero, f"u{bits // 8}")
+    return float(np.float32(scale)), round(min(max(-low / scale, 0), steps))
 
 
 def static_range(name: str, seen: Evidence | None, bits: int) -> tuple[float, float]:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.once
 PACKAGE = Path(__file__).parents[2] / "quantkit"
 FLOORS = {
     0: ("records", "recipe", "machines", "errors", "measurements", "schemes"),
-    1: ("plan", "cost"),
+    1: ("plan", "cost", "search"),
     2: ("model", "tensor_records", "grid"),
     3: (
         "calibrate",
@@ -25,7 +25,7 @@ FLOORS = {
         "evaluate",
         "report",
     ),
-    4: ("pipeline", "stages", "measuring", "quantization"),
+    4: ("pipeline", "stages", "measuring", "quantization", "sensitivity"),
     5: ("requests", "cli"),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
