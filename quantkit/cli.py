@@ -17,6 +17,7 @@ from quantkit.errors import InputError
 
 WRONG_INPUT = 2
 FOUND_PROBLEM = 1
+MISSED = 1
 
 app = typer.Typer(
     name="quantkit",
@@ -28,13 +29,17 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help="a local folder, 'demo', a well-known name, or a Hub name")]
-MinDim = Annotated[str | None, typer.Option(help="quantize where max(in, out) reaches this  [default: 256]")]
+MinDim = Annotated[
+    str | None,
+    typer.Option(help="quantize where max(in, out) reaches this; 'auto' measures here  [default: 256]"),
+]
 Include = Annotated[list[str] | None, typer.Option(help="only these roles or name globs (repeatable)")]
 Exclude = Annotated[list[str] | None, typer.Option(help="all but these roles or name globs (repeatable)")]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="a recipe file; flags override it")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="run code that ships with the checkpoint")
 ]
+Artifact = Annotated[Path, typer.Argument(help="a folder that 'quantkit quantize' wrote")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -63,12 +68,26 @@ def inspect(
         str, typer.Option("--format", help="table, markdown, json or csv (csv with --spec)")
     ] = "table",
     lists_all: Annotated[bool, typer.Option("--all", help="every block, also those alike")] = False,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="what each product loses alone; this one reads weights")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Walk a model: roles, FFN kinds, norms, ties, what the rule picks and why; no weights are read."""
     from quantkit import requests  # noqa: PLC0415
 
+    if sensitivity:
+        chosen = {"select.min_dim": min_dim, "select.include": include, "select.exclude": exclude}
+        table = requests.sensitivity(
+            model=model,
+            recipe_path=recipe,
+            changes=chosen,
+            output_format="json" if as_json else output_format,
+        )
+        if table:
+            typer.echo(table)
+        return
     text = requests.inspect(
         model=model,
         min_dim=min_dim,
@@ -98,6 +117,39 @@ def quantize(
     scheme: Annotated[
         str | None, typer.Option(help="how weights become integers  [default: by kind of model]")
     ] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="rtn, mse, output or gptq  [default: rtn at 8 bits, gptq below]")
+    ] = None,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="PATTERN=SCHEME, or PATTERN=float, for some layers (repeatable)")
+    ] = None,
+    transform: Annotated[
+        list[str] | None, typer.Option(help="smoothquant, awq, hadamard, ... before rounding (repeatable)")
+    ] = None,
+    unties_head: Annotated[
+        bool, typer.Option("--untie-head", help="let a transform store a tied head apart from its table")
+    ] = False,
+    bias_correction: Annotated[
+        bool, typer.Option("--bias-correction", help="let biases make up for a shifted mean output")
+    ] = False,
+    calibration_text: Annotated[
+        Path | None, typer.Option(help="a text file, or token ids in .npy  [default: bundled]")
+    ] = None,
+    calibration_windows: Annotated[int | None, typer.Option(help="windows of it  [default: 32]")] = None,
+    calibration_length: Annotated[int | None, typer.Option(help="tokens a window  [default: 512]")] = None,
+    max_ppl_increase: Annotated[
+        str | None, typer.Option(help="search formats that keep perplexity within this, such as 0.5%")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="search formats that keep the KL divergence within this, in nats")
+    ] = None,
+    prefer: Annotated[str | None, typer.Option(help="size or speed, for a search  [default: size]")] = None,
+    statistics: Annotated[
+        Path | None, typer.Option(help="keep calibration statistics in this folder, and use them again")
+    ] = None,
+    resumes: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="go on with what an interrupted run has left")
+    ] = True,
     target: Annotated[str | None, typer.Option(help="who runs the file  [default: cpu]")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="the folder to write  [default: MODEL-SCHEME]")
@@ -124,7 +176,7 @@ def quantize(
     """Quantize, export, check and measure: the whole job, ending in a table and a report."""
     from quantkit import requests  # noqa: PLC0415
 
-    printed = requests.quantize(
+    printed, holds = requests.quantize(
         model=model,
         recipe_path=recipe,
         changes={
@@ -132,12 +184,25 @@ def quantize(
             "select.include": include,
             "select.exclude": exclude,
             "scheme": scheme,
+            "fit": fit,
+            "transforms": transform,
+            "unties_head": unties_head or None,
+            "bias_correction": bias_correction or None,
+            "calibration.text": str(calibration_text) if calibration_text else None,
+            "calibration.windows": calibration_windows,
+            "calibration.length": calibration_length,
+            "budget.max_kl": max_kl,
+            "budget.prefer": prefer,
             "target": target,
             "random_weights": random_weights or None,
             "measure.text": str(text) if text else None,
             "measure.max_tokens": max_tokens,
             "measure.threads": threads,
         },
+        layers=layer,
+        max_ppl_increase=max_ppl_increase,
+        statistics=statistics,
+        resumes=resumes,
         output=output,
         force=force,
         measures=measures,
@@ -147,6 +212,8 @@ def quantize(
     )
     if printed:
         typer.echo(printed)
+    if not holds:
+        raise typer.Exit(MISSED)
 
 
 @app.command()
@@ -189,6 +256,87 @@ def report(
     text = requests.report(folder=folder, output_format="json" if as_json else output_format)
     if text:
         typer.echo(text, nl=not text.endswith("\n"))
+
+
+@app.command("eval")
+def evaluate(
+    folder: Artifact,
+    text: Annotated[Path | None, typer.Option(help="a text file  [default: the recipe's]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="tokens of the text to read")] = None,
+    window: Annotated[int | None, typer.Option(help="tokens the model sees at once")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="tokens from window to window  [default: half a window]")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="a model or an artifact to compare with  [default: the original, if on this disk]"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an artifact's accuracy again: perplexity, and beside its original KL and agreement."""
+    from quantkit import requests_measure  # noqa: PLC0415
+
+    printed = requests_measure.evaluate(
+        folder=folder,
+        reference=reference,
+        changes={
+            "measure.text": str(text) if text else None,
+            "measure.max_tokens": max_tokens,
+            "measure.window": window,
+            "measure.stride": stride,
+        },
+        as_json=as_json,
+    )
+    if printed:
+        typer.echo(printed)
+
+
+@app.command()
+def bench(
+    folder: Artifact,
+    prompt: Annotated[int | None, typer.Option(help="tokens of the prompt  [default: 128]")] = None,
+    decode: Annotated[int | None, typer.Option(help="tokens after it  [default: 32]")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads to time with  [default: all cores]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an artifact's speed and memory again, on the CPU provider."""
+    from quantkit import requests_measure  # noqa: PLC0415
+
+    printed = requests_measure.benchmark(
+        folder=folder,
+        changes={"measure.prompt": prompt, "measure.decode": decode, "measure.threads": threads},
+        as_json=as_json,
+    )
+    if printed:
+        typer.echo(printed)
+
+
+@app.command()
+def compare(
+    folders: Annotated[
+        list[Path], typer.Argument(help="folders that 'quantkit quantize' wrote, two or more")
+    ],
+    output_format: Annotated[str, typer.Option("--format", help="table, markdown or json")] = "table",
+    as_json: AsJson = False,
+) -> None:
+    """Put the reports of several artifacts side by side; ratios are to the first."""
+    from quantkit import requests_measure  # noqa: PLC0415
+
+    text = requests_measure.compare(folders=folders, output_format="json" if as_json else output_format)
+    if text:
+        typer.echo(text, nl=not text.endswith("\n"))
+
+
+@app.command(
+    "lm-eval",
+    add_help_option=False,  # --help is the harness's
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness with artifacts as models: --model_args path=DIR --tasks NAMES."""
+    from quantkit.harness.command import run  # noqa: PLC0415
+
+    run(context.args)
 
 
 @app.command()

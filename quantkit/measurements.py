@@ -146,32 +146,6 @@ class Kept:
     count: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """All that is known of one quantized model."""
-
-    model: str
-    scheme: str
-    target: str
-    min_dim: int
-    projections: Count
-    matrices: Count
-    parameters: Count
-    formula: FormulaCheck
-    kept: tuple[Kept, ...]
-    size: Size
-    environment: Environment
-    accuracy: Accuracy | None = None
-    similarity: Similarity | None = None  # in place of accuracy, for an encoder
-    latency: tuple[Latency, ...] = ()
-    memory: Memory | None = None
-    placement: tuple[Placement, ...] = ()
-    has_random_weights: bool = False
-    recipe_sha256: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)  # of each stage
-    notes: tuple[str, ...] = ()  # what could not be measured, and why
-
-
 def kept_projections(plan: Plan) -> tuple[Kept, ...]:
     """What a plan leaves as it was, one entry for each role and reason, in the order of the walk."""
     counts = Counter((str(layer.role), layer.reason) for layer in plan.layers if not layer.quantized)
@@ -241,3 +215,60 @@ class ShapeTime:
     median_us: float
     spread_us: float  # between the quartiles
     runs: int  # timed products
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Smoothing:
+    """How strongly one space was smoothed, and what its readers' outputs lose with and without."""
+
+    space: str
+    transform: str
+    alpha: float | None  # None: it stayed as it was
+    error: float  # squared, on sampled tokens
+    plain_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """A search for the cheapest model that holds a budget, whole."""
+
+    max_ppl_increase: float | None
+    max_kl: float | None
+    prefer: str
+    units: tuple[UnitOptions, ...]  # the table of losses and costs
+    candidates: tuple[Candidate, ...]  # all that were exported and measured
+    chosen: Candidate
+    verdicts: tuple[Loss, ...]  # on text that the search never saw; the last is of the artifact
+    holds: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All that is known of one quantized model."""
+
+    model: str
+    scheme: str
+    target: str
+    min_dim: int
+    projections: Count
+    matrices: Count
+    parameters: Count
+    formula: FormulaCheck
+    kept: tuple[Kept, ...]
+    size: Size
+    environment: Environment
+    accuracy: Accuracy | None = None
+    similarity: Similarity | None = None  # in place of accuracy, for an encoder
+    latency: tuple[Latency, ...] = ()
+    memory: Memory | None = None
+    placement: tuple[Placement, ...] = ()
+    has_random_weights: bool = False
+    recipe_sha256: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+    notes: tuple[str, ...] = ()  # what could not be measured, and why
+    fit: str = "rtn"
+    transforms: tuple[str, ...] = ()
+    layer_losses: tuple[LayerLoss, ...] = ()
+    smoothing: tuple[Smoothing, ...] = ()
+    search: SearchResult | None = None
+    shape_times: tuple[ShapeTime, ...] = ()  # where sizes were chosen by measuring

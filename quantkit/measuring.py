@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ import psutil
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.evaluate.accuracy import Logits, measure_accuracy
-from quantkit.evaluate.latency import Budget, Runs, measure_latency
+from quantkit.evaluate.accuracy import measure_accuracy
+from quantkit.evaluate.halves import measure_halves
+from quantkit.evaluate.latency import Budget, measure_latency
 from quantkit.evaluate.memory import floor_ms, run_and_measure
 from quantkit.evaluate.similarity import measure_similarity
 from quantkit.export.rotary import context_of
@@ -39,21 +39,29 @@ from quantkit.measurements import (
 )
 from quantkit.model.load import Source
 from quantkit.model.tensors import TensorSource
-from quantkit.model.weight_source import reference_logits
+from quantkit.model.weight_source import reference_answer_logits, reference_logits
 from quantkit.recipe import Measure, Recipe
 from quantkit.records import ModelMap
 from quantkit.report.progress import Progress
 from quantkit.runtime.doctor import read_cpu
-from quantkit.runtime.encoder import Encoder, encode, open_encoder
-from quantkit.runtime.session import Decoder, State, all_logits, open_decoder, start, step
+from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
 from quantkit.runtime.throughput import read_bandwidth_gb_per_s
+from quantkit.runtime.traced import Traced
 from quantkit.stages import Exported, reference_size, write_reference
+from quantkit.subjects import (
+    Model,
+    answers_of,
+    generates,
+    open_model,
+    outputs_of,
+    reads_and_answers,
+    runs_of,
+    why_not_measured,
+)
 
 PROVIDER = "CPUExecutionProvider"
-Model = Decoder | Encoder
-SETTLING_SECONDS = 0.05
-SMALLEST_VOCABULARY = 28  # ids that every encoder has
+CONFIG_FILES = ("config.json", "generation_config.json")  # a decoder's first token is told there
 LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
 SAFE_SHARE = 0.6  # of the free memory that a float reference may take
 PACKAGES = ("quantkit-onnx", "onnxruntime", "transformers", "torch", "onnx", "numpy")
@@ -96,23 +104,22 @@ def measure(subject: Subject, *, progress: Progress) -> Measured:
     if not (wanted.accuracy or wanted.latency or wanted.memory):
         return Measured(placement=placement)
     notes: list[str] = []
-    if len(subject.exported.paths) > 1 or (
-        subject.exported.kind == "traced"
-        and subject.model_map.blocks
-        and subject.model_map.blocks[-1].stack == "decoder"
-    ):
-        notes.append("a traced model with a cache is exported and checked; nothing of it is measured yet")
+    reason = why_not_measured(subject.exported)
+    if reason:
+        notes.append(f"the model is exported and checked, but not measured: {reason}")
         return Measured(placement=placement, notes=tuple(notes))
     with _float_twin(subject, progress, notes) as twin:
-        is_decoder = subject.exported.kind == "decoder"
-        opener: Callable[..., Model] = open_decoder if is_decoder else open_encoder
-        quantized = opener(subject.exported.folder, threads=subject.threads)
-        reference = opener(twin.folder, threads=subject.threads) if twin else None
+        kind = subject.exported.kind
+        quantized = open_model(kind, subject.exported.folder, threads=subject.threads)
+        reference = open_model(kind, twin.folder, threads=subject.threads) if twin else None
         compared = _compare(subject, quantized, reference, progress, notes) if wanted.accuracy else None
         lengths = timed_lengths(wanted, subject.model_map.max_positions or LARGEST_WINDOW)
         latency = _latency(subject, quantized, reference, lengths, progress) if wanted.latency else None
+        if latency and reads_and_answers(quantized):
+            notes.append("prefill is the encoder over the prompt and the decoder's first token after it")
+        run = "run" if generates(quantized) else "encode"
         del quantized, reference
-        memory = _memory(subject, twin, lengths, progress) if wanted.memory else None
+        memory = _memory(subject, twin, run, lengths, progress) if wanted.memory else None
         return Measured(
             placement=placement,
             accuracy=compared if isinstance(compared, Accuracy) else None,
@@ -147,10 +154,26 @@ def _float_twin(subject: Subject, progress: Progress, notes: list[str]) -> Itera
     try:
         num_weights = sum(layer.num_weights for layer in subject.model_map.layers)
         with progress.stage("float reference", total=num_weights, unit="weights") as count:
-            twin = write_reference(subject.model_map, subject.weights, folder, count=count, **subject.options)
+            twin = _write_twin(subject, folder, notes, count)
         yield twin
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_twin(
+    subject: Subject, folder: Path, notes: list[str], count: Callable[[int], None]
+) -> Exported | None:
+    try:
+        twin = write_reference(subject.model_map, subject.weights, folder, count=count, **subject.options)
+    except InputError as error:  # a traced float file may be larger than such a file can be
+        if subject.exported.kind != "traced":
+            raise
+        notes.append(f"no float reference was timed: {error}")
+        return None
+    for name in CONFIG_FILES:
+        if (subject.exported.folder / name).exists():
+            shutil.copyfile(subject.exported.folder / name, folder / name)
+    return twin
 
 
 def _compare(
@@ -164,10 +187,12 @@ def _compare(
     tokens = _tokens(subject, subject.model_map.vocab_size or 0, notes)
     if tokens is None:
         return None
+    common: dict[str, Any] = {"token_ids": tokens[0], "text": tokens[1], "is_meaningful": not is_random}
+    if isinstance(quantized, Traced) and quantized.encoder is not None:
+        return _compare_answers(subject, quantized, common, progress)
     window = min(wanted.window or LARGEST_WINDOW, context, len(tokens[0]))
     original = outputs_of(reference) if is_random and reference else reference_logits(subject.source)
-    common: dict[str, Any] = {"reference": original, "quantized": outputs_of(quantized)}
-    common |= {"token_ids": tokens[0], "text": tokens[1], "is_meaningful": not is_random}
+    common |= {"reference": original, "quantized": outputs_of(quantized)}
     if isinstance(quantized, Encoder):
         window = min(window, wanted.window or wanted.prompt)
         with progress.stage("accuracy", total=len(tokens[0]), unit="tokens") as count:
@@ -177,11 +202,22 @@ def _compare(
         return measure_accuracy(**common, window=window, stride=stride, progress=count)
 
 
-def outputs_of(model: Model) -> Logits:
-    """A model as a function from token ids to its logits, or to its states where it has no head."""
-    if isinstance(model, Encoder):
-        return lambda ids: encode(model, ids)[model.outputs[0]]
-    return lambda ids: all_logits(model, ids)
+def _compare_answers(
+    subject: Subject, quantized: Traced, common: dict[str, Any], progress: Progress
+) -> Accuracy:
+    """What a decoder answers to what its encoder read; each has the context for itself."""
+    token_ids, start_ids = common["token_ids"], quantized.start_ids
+    longest = (quantized.context or LARGEST_WINDOW) - len(start_ids)
+    window = min(subject.recipe.measure.window or LARGEST_WINDOW, 2 * longest, len(token_ids))
+    with progress.stage("accuracy", total=len(token_ids) - window // 2, unit="tokens") as count:
+        return measure_halves(
+            reference=reference_answer_logits(subject.source),
+            quantized=answers_of(quantized),
+            window=window,
+            start_ids=start_ids,
+            progress=count,
+            **common,
+        )
 
 
 def _tokens(subject: Subject, vocab_size: int, notes: list[str]) -> tuple[NDArray[np.int64], str] | None:
@@ -235,47 +271,32 @@ def _latency(
     wanted = subject.recipe.measure
     prompt, decode = lengths
     with progress.stage("latency"):
-        bandwidth = read_bandwidth_gb_per_s(subject.threads)
+        # Of weights behind an encoder a token reads a part that no plan tells.
+        floor = None if reads_and_answers(quantized) else _floor(subject)
         return measure_latency(
-            quantized=_runs(quantized, prompt, decode),
-            reference=_runs(reference, prompt, decode) if reference else None,
+            quantized=runs_of(quantized, prompt, decode),
+            reference=runs_of(reference, prompt, decode) if reference else None,
             provider=PROVIDER,
             threads=subject.threads,
             prompt_length=prompt,
             num_decoded=decode,
             budget=Budget(max_runs=15, max_seconds=wanted.seconds / 2),
             reference_name="the same graph in float32",
-            floor_ms_per_token=floor_ms(
-                bytes_read=subject.exported.bytes_per_token, bandwidth_gb_per_s=bandwidth
-            ),
+            floor_ms_per_token=floor,
         )
 
 
-def settle() -> None:
-    """Wait until the other model's threads, which look out for work for a while, have gone to sleep."""
-    time.sleep(SETTLING_SECONDS)
-
-
-def _runs(model: Model, prompt: int, decode: int) -> Runs:
-    """The phases of one model; a decoder's cache is made anew before each prompt, untimed."""
-    vocab_size = model.vocab_size if isinstance(model, Decoder) else SMALLEST_VOCABULARY
-    ids = np.random.default_rng(0).integers(0, vocab_size, (1, prompt)).astype(np.int64)
-    if isinstance(model, Encoder):
-        return Runs(prefill=lambda: encode(model, ids), prepare=settle)
-    states: list[State] = []
-
-    def prepare() -> None:
-        settle()
-        states[:] = [start(model, batch=1, capacity=prompt + decode)]
-
-    return Runs(
-        prefill=lambda: step(states[0], ids), step=lambda: step(states[0], ids[:, :1]), prepare=prepare
+def _floor(subject: Subject) -> float:
+    """Milliseconds that reading the weights for one token takes, measured now."""
+    return floor_ms(
+        bytes_read=subject.exported.bytes_per_token,
+        bandwidth_gb_per_s=read_bandwidth_gb_per_s(subject.threads),
     )
 
 
-def _memory(subject: Subject, twin: Exported | None, lengths: tuple[int, int], progress: Progress) -> Memory:
-    run = "run" if subject.exported.kind == "decoder" else "encode"
-
+def _memory(
+    subject: Subject, twin: Exported | None, run: str, lengths: tuple[int, int], progress: Progress
+) -> Memory:
     def peak(what: str, folder: Path) -> int:
         trial = [sys.executable, "-m", "quantkit.runtime.trial", what, str(folder)]
         ran = run_and_measure([*trial, *map(str, (*lengths, subject.threads))])

@@ -57,7 +57,7 @@ def choose(
     if min_dim < 1:
         raise InputError(f"{min_dim} is no size", where="min_dim", allowed="a whole number from 1 up")
     for flag, patterns in (("include", include), ("exclude", exclude)):
-        _check_patterns(model_map, patterns, flag)
+        check_patterns(model_map, patterns, flag)
     layers = tuple(_plan_layer(layer, min_dim, include, exclude) for layer in model_map.layers)
     chosen = {layer.name for layer in layers if layer.quantized}
     weights = {layer.name: layer.num_weights for layer in model_map.layers}
@@ -78,19 +78,20 @@ def choose(
     )
 
 
-def _matches(layer: Layer, pattern: str) -> bool:
+def matches(layer: Layer, pattern: str) -> bool:
+    """Whether a role, a group of roles, a name or a glob on names means this projection."""
     if pattern in ROLE_GROUPS:
         return layer.role in ROLE_GROUPS[pattern]
     if pattern in set(Role):
         return layer.role == pattern
     names = (layer.name, layer.matrix, *layer.aliases)
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _check_patterns(model_map: ModelMap, patterns: Sequence[str], flag: str) -> None:
+def check_patterns(model_map: ModelMap, patterns: Sequence[str], flag: str) -> None:
     """A pattern that meets nothing is a typing error, and would change the result in silence."""
     for pattern in patterns:
-        if not any(_matches(layer, pattern) for layer in model_map.layers):
+        if not any(matches(layer, pattern) for layer in model_map.layers):
             roles = sorted({layer.role.value for layer in model_map.layers})
             raise InputError(
                 f"'{pattern}' matches no projection of {model_map.name}",
@@ -102,8 +103,8 @@ def _check_patterns(model_map: ModelMap, patterns: Sequence[str], flag: str) -> 
 
 def _plan_layer(layer: Layer, min_dim: int, include: Sequence[str], exclude: Sequence[str]) -> LayerPlan:
     largest = max(layer.in_features, layer.out_features)
-    excluded_by = next((pattern for pattern in exclude if _matches(layer, pattern)), None)
-    is_included = not include or any(_matches(layer, pattern) for pattern in include)
+    excluded_by = next((pattern for pattern in exclude if matches(layer, pattern)), None)
+    is_included = not include or any(matches(layer, pattern) for pattern in include)
     if excluded_by is not None:
         quantized, reason = False, f"excluded by '{excluded_by}'"
     elif not is_included:

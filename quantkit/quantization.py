@@ -14,20 +14,22 @@ from typing import Any
 
 import quantkit
 from quantkit.artifact import MANIFEST, hash_files, new_artifact
-from quantkit.errors import InputError
+from quantkit.budget import Sensitivity, sensitivities, units_of
 from quantkit.measurements import Report, Size, kept_projections
-from quantkit.measuring import Subject, environment, measure, read_text
+from quantkit.measuring import environment, measure
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weight_source import open_weights, with_weights
-from quantkit.plan import choose
-from quantkit.recipe import Recipe, dump_recipe, override
+from quantkit.opening import Opened, job_of, open_model
+from quantkit.preparation import discard, prepare, searches
+from quantkit.recipe import Recipe, dump_recipe
 from quantkit.records import Plan, to_json
 from quantkit.report.progress import Progress
 from quantkit.report.quantization import quantization_page, report_json
 from quantkit.report.tables import to_markdown
-from quantkit.schemes import AUTO, DEFAULT_SCHEMES
-from quantkit.stages import Exported, kind_of, write_companions, write_model, write_reference
+from quantkit.schemes import DEFAULT_SCHEMES
+from quantkit.stages import Exported, write_companions, write_reference
+from quantkit.writing import layer_losses, write, write_within_budget
 
 RECIPE_FILE = "recipe.yaml"
 HASHED_PACKAGES = ("quantkit-onnx", "torch", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
@@ -46,6 +48,11 @@ class Finished:
     folder: Path
     report: Report
 
+    @property
+    def misses_budget(self) -> bool:
+        """Whether a budget was given and could not be held."""
+        return self.report.search is not None and not self.report.search.holds
+
 
 def run(
     recipe: Recipe,
@@ -54,69 +61,40 @@ def run(
     force: bool = False,
     keeps_checkpoint: bool = False,
     trust_remote_code: bool = False,
+    statistics: Path | None = None,
+    resumes: bool = True,
     quiet: bool = False,
 ) -> Finished:
     """Quantize, export, check, measure and report; the output appears only when all of it is done."""
-    assert recipe.model is not None
-    source = open_source(recipe.model, trust_remote_code=trust_remote_code)
-    source = with_weights(source, random_weights=recipe.random_weights)
-    model_map = inspect_source(source)
-    plan = choose(
-        model_map,
-        min_dim=recipe.select.min_dim,
-        include=recipe.select.include,
-        exclude=recipe.select.exclude,
-    )
-    if not plan.projections.quantized:
-        raise InputError(
-            f"no projection of {plan.projections.total} is picked at min_dim {plan.min_dim}",
-            where=recipe.model,
-            next_step=f"'quantkit inspect {recipe.model}' lists their sizes; lower --min-dim",
-        )
-    weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
-    if recipe.scheme == AUTO:
-        recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind_of(model_map)]})
-    if recipe.measure.accuracy:
-        read_text(recipe.measure)  # a text that cannot be read is better said now than after the work
-    folder = output or Path(f"{source.name.replace('/', '--')}-{recipe.scheme}")
     progress = Progress(quiet=quiet)
-    options: dict[str, Any] = {
-        "scheme_name": recipe.scheme,
-        "fit": recipe.fit,
-        "target_name": recipe.target,
-        "single_file_bytes": recipe.single_file_mb << 20,
-        "original": None if recipe.random_weights else source.folder,
-    }
+    opened = open_model(recipe, progress, trust_remote_code=trust_remote_code)
+    recipe = opened.recipe
+    folder = output or Path(f"{opened.source.name.replace('/', '--')}-{recipe.scheme}")
     with new_artifact(folder, force=force) as partial:
-        num_weights = sum(layer.num_weights for layer in model_map.layers)
-        with progress.stage("quantize and export", total=num_weights, unit="weights") as count:
-            exported = write_model(
-                model_map, plan, weights, partial, keeps_checkpoint=keeps_checkpoint, count=count, **options
-            )
-        write_companions(source, model_map, partial)
+        job = job_of(opened, progress, folder=statistics, resumes=resumes)
+        prepared = prepare(job, opened.model_map, opened.weights)
+        write_companions(opened.source, opened.model_map, partial)
+        if searches(recipe):
+            written = write_within_budget(job, prepared, opened, partial, keeps_checkpoint=keeps_checkpoint)
+        else:
+            written = write(job, prepared, opened, partial, recipe.layers, keeps_checkpoint=keeps_checkpoint)
+        recipe = written.recipe
         text = dump_recipe(recipe)
         (partial / RECIPE_FILE).write_text(text, encoding="utf-8")
-        subject = Subject(
-            exported=exported,
-            model_map=model_map,
-            source=source,
-            weights=weights,
-            recipe=recipe,
-            options=options,
-        )
-        measured = measure(subject, progress=progress)
+        measured = measure(written.subject, progress=progress)
+        exported = written.subject.exported
         report = Report(
-            model=model_map.name,
+            model=opened.model_map.name,
             scheme=recipe.scheme,
             target=recipe.target,
-            min_dim=plan.min_dim,
-            projections=plan.projections,
-            matrices=plan.matrices,
-            parameters=plan.parameters,
-            formula=plan.formula,
-            kept=kept_projections(plan),
+            min_dim=written.plan.min_dim,
+            projections=written.plan.projections,
+            matrices=written.plan.matrices,
+            parameters=written.plan.parameters,
+            formula=written.plan.formula,
+            kept=kept_projections(written.plan),
             size=Size(
-                source_bytes=weights.source_bytes(),
+                source_bytes=opened.weights.source_bytes(),
                 planned_bytes=exported.planned_bytes,
                 artifact_bytes=exported.num_bytes,
                 reference_bytes=measured.reference_bytes,
@@ -128,13 +106,31 @@ def run(
             memory=measured.memory,
             placement=(measured.placement,),
             has_random_weights=recipe.random_weights,
-            notes=(*model_map.notes, *measured.notes),
+            notes=(*opened.model_map.notes, *opened.notes, *prepared.notes, *measured.notes),
             recipe_sha256=hashlib.sha256(text.encode()).hexdigest(),
             seconds={name: round(seconds, 3) for name, seconds in progress.seconds.items()},
+            fit=recipe.fit,
+            transforms=tuple(recipe.transforms),
+            layer_losses=layer_losses(exported.contents, written.losses, written.search),
+            smoothing=prepared.smoothing,
+            search=written.search,
+            shape_times=opened.shape_times,
         )
         _write_reports(partial, report)
-        _write_manifest(partial, plan, exported, recipe)
+        _write_manifest(partial, written.plan, exported, recipe)
+    discard(prepared)
     return Finished(folder=folder, report=report)
+
+
+def sensitivity(recipe: Recipe, *, resumes: bool = True, quiet: bool = False) -> tuple[Opened, Sensitivity]:
+    """The loss of every product alone, in every format that a search would try."""
+    progress = Progress(quiet=quiet)
+    opened = open_model(recipe, progress)
+    job = job_of(opened, progress, resumes=resumes)
+    prepared = prepare(job, opened.model_map, opened.weights)
+    found = sensitivities(job, prepared, units_of(prepared.model_map, opened.plan))
+    discard(prepared)
+    return opened, found
 
 
 def write_float(model: str, folder: Path) -> None:

@@ -82,12 +82,17 @@ class Recipe(BaseModel):
     model: str | None = Field(default=None, description="a folder, a built-in name, a Hub name, or 'demo'")
     select: Select = Select()
     scheme: Literal[AUTO, *SCHEMES] = Field(default=AUTO, description="how weights become integers")  # type: ignore[valid-type]
-    fit: Literal["rtn"] = Field(default="rtn", description="how the scales are chosen")
+    fit: Literal["auto", "rtn", "mse", "output", "gptq"] = Field(
+        default="auto", description="how weights are put on their grid"
+    )
     layers: dict[str, str] = Field(
         default={}, description="a role or a glob on names -> a scheme of its own, or 'float'"
     )
     transforms: list[str] = Field(
         default=[], description="applied in this order before the weights are fitted"
+    )
+    unties_head: bool = Field(
+        default=False, description="let a transform store a tied head apart from its table, where it must"
     )
     bias_correction: bool = Field(
         default=False, description="add to each bias what rounding takes from the mean output"

@@ -8,8 +8,9 @@ of a fused QKV matrix, say) is one `Layer`, so that no count depends on how a ch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 
 class Role(StrEnum):
@@ -252,6 +253,35 @@ class Block:
     residual: Residual
 
 
+SpaceKind = Literal["norm_output", "residual", "ffn_hidden", "value_heads"]
+BasisKind = Literal["diagonal", "orthogonal", "permutation", "per_head_orthogonal", "head_permutation"]
+BASIS_KINDS: tuple[BasisKind, ...] = get_args(BasisKind)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """A vector that some modules write and others read, between which a change of basis may be put.
+
+    Writers absorb the matrix and readers its inverse. Of `BASIS_KINDS` each is permitted, permitted once the
+    head has weights of its own, or forbidden; the latter two have their reason in `why_not`.
+    """
+
+    name: str
+    kind: SpaceKind
+    width: int
+    writers: tuple[str, ...]  # layers, norms and embedding tables
+    readers: tuple[str, ...]  # layers
+    block: str | None = None
+    norms: tuple[str, ...] = ()  # on the residual: norms that read it, or read it and write it back
+    permits: frozenset[BasisKind] = frozenset()
+    permits_untied: frozenset[BasisKind] = frozenset()  # only once a tied head is untied
+    why_not: Mapping[BasisKind, str] = dataclasses.field(default_factory=dict)
+    num_heads: int = 0  # of queries; those of a group read the same value head
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    aligned: tuple[str, ...] = ()  # queries and keys, which move along when whole heads do
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class UnmappedParameter:
     """A parameter that is no projection, table, norm or bias that quantkit knows; it stays as it is."""
@@ -352,6 +382,8 @@ def to_json(record: Any) -> Any:  # noqa: ANN401 - any record, or a part of one
         return record.value
     if isinstance(record, (tuple, list)):
         return [to_json(item) for item in record]
+    if isinstance(record, frozenset):
+        return sorted(record)
     if isinstance(record, dict):
         return {str(key): to_json(value) for key, value in record.items()}
     return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from quantkit import pipeline
 from quantkit.errors import InputError
 from quantkit.plan import DEFAULT_MIN_DIM, parse_min_dim
 from quantkit.recipe import Recipe, Select, load_recipe, override
+from quantkit.records import to_json
 from quantkit.report.costs import specification_csv, specification_json, specification_page
 from quantkit.report.inspection import inspection_json, inspection_page
+from quantkit.report.losses import sensitivity_page
 from quantkit.report.quantization import quantization_page, report_json
 from quantkit.report.tables import Page, print_page, to_markdown
+from quantkit.schemes import AUTO
 
 FORMATS = ("table", "markdown", "json", "csv")
 LEAST = {"--batch": 1, "--seq": 1, "--past": 0}
@@ -36,7 +40,14 @@ def inspect(
 ) -> str:
     """The text that `quantkit inspect` prints; empty when a table went to the terminal already."""
     select = load_recipe(recipe_path).select if recipe_path else Select(min_dim=DEFAULT_MIN_DIM)
-    wanted = select.min_dim if min_dim is None else parse_min_dim(min_dim)
+    wanted = select.min_dim if min_dim is None else _min_dim(min_dim)
+    if isinstance(wanted, str):
+        raise InputError(
+            "'auto' is measured, and inspect reads no weights and runs nothing",
+            where="--min-dim",
+            allowed="a whole number from 1 up",
+            next_step="'quantkit quantize MODEL --min-dim auto' measures and plans from that",
+        )
     counts = {flag: _whole(flag, text) for flag, text in numbers.items() if text is not None}
     if output_format not in FORMATS or (output_format == "csv" and not wants_spec):
         allowed = FORMATS if wants_spec else FORMATS[:3]
@@ -70,23 +81,52 @@ def inspect(
     return _show(specification_page(spec), output_format)
 
 
+def sensitivity(
+    *,
+    model: str,
+    recipe_path: Path | None,
+    changes: Mapping[str, Any],
+    output_format: str,
+) -> str:
+    """What `quantkit inspect --sensitivity` prints; empty when a table went to the terminal already."""
+    from quantkit.quantization import sensitivity as measure  # noqa: PLC0415 - torch takes seconds
+
+    if output_format not in FORMATS[:3]:
+        raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(FORMATS[:3]))
+    min_dim = changes.get("select.min_dim")
+    typed = {**changes, "model": model, "select.min_dim": _min_dim(min_dim) if min_dim else None}
+    recipe = override(load_recipe(recipe_path) if recipe_path else Recipe(), typed)
+    opened, found = measure(recipe)
+    units, decided = to_json(found), opened.recipe
+    if output_format == "json":
+        return json.dumps({"model": opened.model_map.name, "fit": decided.fit, "units": units}, indent=2)
+    words = f"fit: {decided.fit}; on tokens of {decided.calibration.text or 'the bundled calibration text'}"
+    return _show(sensitivity_page(opened.model_map.name, units, words), output_format)
+
+
 def quantize(
     *,
     model: str | None,
     recipe_path: Path | None,
     changes: Mapping[str, Any],
+    layers: Sequence[str] | None,
+    max_ppl_increase: str | None,
+    statistics: Path | None,
+    resumes: bool,
     output: Path | None,
     force: bool,
     measures: bool,
     keeps_checkpoint: bool,
     trust_remote_code: bool,
     as_json: bool,
-) -> str:
-    """What `quantkit quantize` prints; empty when a table went to the terminal already."""
+) -> tuple[str, bool]:
+    """(what `quantkit quantize` prints besides its tables, whether a budget was held)."""
     from quantkit.quantization import run  # noqa: PLC0415 - torch, transformers and onnx take seconds
 
     min_dim = changes.get("select.min_dim")
-    typed = {**changes, "model": model, "select.min_dim": parse_min_dim(min_dim) if min_dim else None}
+    typed = {**changes, "model": model, "select.min_dim": _min_dim(min_dim) if min_dim else None}
+    typed["layers"] = dict(_layer(each) for each in layers) if layers else None
+    typed["budget.max_ppl_increase"] = _share(max_ppl_increase) if max_ppl_increase else None
     if not measures:
         typed |= dict.fromkeys(("measure.accuracy", "measure.latency", "measure.memory"), False)
     recipe = override(load_recipe(recipe_path) if recipe_path else Recipe(), typed)
@@ -103,12 +143,45 @@ def quantize(
         force=force,
         keeps_checkpoint=keeps_checkpoint,
         trust_remote_code=trust_remote_code,
+        statistics=statistics,
+        resumes=resumes,
     )
-    document = report_json(finished.report)
+    document, holds = report_json(finished.report), not finished.misses_budget
     if as_json:
-        return json.dumps({"artifact": str(finished.folder), **document}, indent=2)
+        return json.dumps({"artifact": str(finished.folder), **document}, indent=2), holds
     print_page(quantization_page(document))
-    return f"artifact: {finished.folder}\nreport:   {finished.folder / 'report.md'}"
+    return f"artifact: {finished.folder}\nreport:   {finished.folder / 'report.md'}", holds
+
+
+def _min_dim(text: str) -> int | str:
+    return AUTO if text == AUTO else parse_min_dim(text)
+
+
+def _layer(text: str) -> tuple[str, str]:
+    pattern, separator, name = text.rpartition("=")
+    if not separator or not pattern or not name:
+        raise InputError(
+            f"'{text}'",
+            where="--layer",
+            allowed="PATTERN=SCHEME or PATTERN=float",
+            next_step="--layer ffn_down=int8_block32 gives every down projection smaller blocks",
+        )
+    return pattern, name
+
+
+def _share(text: str) -> float:
+    """0.005 from "0.5%" or "0.005"."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise InputError(
+            f"'{text}'",
+            where="--max-ppl-increase",
+            allowed="a share above 0, such as 0.5% or 0.005",
+        )
+    return value
 
 
 def report(*, folder: Path, output_format: str) -> str:

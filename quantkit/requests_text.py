@@ -11,8 +11,8 @@ from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.runtime.generate import Sampling, check_sampling, generate
-from quantkit.runtime.session import MODEL_FILE, open_decoder
 from quantkit.runtime.text import Text, open_text
+from quantkit.runtime.traced import Traced, generate_traced, holds_model, open_generator
 
 UNFINISHED = "\ufffd"  # what a tokenizer shows for part of a character
 
@@ -32,13 +32,19 @@ def continue_texts(
     settings = Sampling(**sampling)
     check_sampling(settings)
     with _artifact(model) as folder:
-        decoder, text = open_decoder(folder, threads=threads), open_text(folder)
+        decoder, text = open_generator(folder, threads=threads), open_text(folder)
         ids = [text.encode(prompt) for prompt in prompts]
-        steps = generate(
-            decoder, ids, max_new_tokens=max_new_tokens, sampling=settings, stop_ids=text.stop_ids
-        )
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": settings}
+        options["stop_ids"] = text.stop_ids
+        if isinstance(decoder, Traced):
+            steps = generate_traced(decoder, ids, **options)
+            answers = decoder.encoder is not None
+        else:
+            steps, answers = generate(decoder, ids, **options), False
+        # Behind an encoder, the answer is a text of its own and not the prompt's continuation.
+        beginnings = [""] * len(prompts) if answers else prompts
         if len(ids) == 1 and not as_json:
-            yield from _stream(prompts[0], steps, text)
+            yield from _stream(beginnings[0], steps, text)
             return
         made: list[list[int]] = [[] for _ in ids]
         for tokens in steps:
@@ -46,21 +52,21 @@ def continue_texts(
                 if token is not None:
                     row.append(token)
     if as_json:
-        answers = [
+        documents = [
             {"prompt": prompt, "text": text.decode(row), "tokens": row}
             for prompt, row in zip(prompts, made, strict=True)
         ]
-        yield json.dumps(answers, indent=2) + "\n"
+        yield json.dumps(documents, indent=2) + "\n"
         return
-    for number, (prompt, row) in enumerate(zip(prompts, made, strict=True), 1):
-        yield f"[{number}] {prompt}{text.decode(row)}\n"
+    for number, (beginning, row) in enumerate(zip(beginnings, made, strict=True), 1):
+        yield f"[{number}] {beginning}{text.decode(row)}\n"
 
 
 @contextmanager
 def _artifact(model: str) -> Iterator[Path]:
     """The artifact's folder, or for a model that is none a float one for as long as it is needed."""
     folder = Path(model).expanduser()
-    if (folder / MODEL_FILE).exists():
+    if holds_model(folder):
         yield folder
         return
     from quantkit.quantization import write_float  # noqa: PLC0415 - torch, transformers and onnx take seconds

@@ -138,6 +138,16 @@ DEFAULT_SCHEMES: dict[str, str] = {
 }
 
 
+def format_for(name: str, *, is_head: bool) -> Format:
+    """The format that a scheme gives a projection named by itself.
+
+    A head may share its numbers with an embedding, which reads single rows of a symmetric grid in blocks.
+    """
+    row = scheme(name)
+    fits_a_head = row.body.grid.block is not None and row.body.grid.is_symmetric
+    return row.head if is_head and not fits_a_head else row.body
+
+
 def scheme(name: str) -> Scheme:
     """A row by its name."""
     try:

@@ -32,7 +32,7 @@ from quantkit.model.linears import weight_OI
 from quantkit.model.places import checkpoint_name
 from quantkit.quantizers.apply import Evidences, fitted_rows, input_grid
 from quantkit.records import ModelMap, Role
-from quantkit.schemes import FLOAT, SCHEMES, Format
+from quantkit.schemes import FLOAT, Format, format_for
 from quantkit.tensor_records import Pack
 
 Progress = Callable[[int], None]
@@ -41,8 +41,7 @@ VERSION = 1  # of the method: a change makes older figures worthless
 
 def format_named(name: str, unit: Pack) -> Format:
     """The format that a scheme gives a unit."""
-    is_head = unit.layers[0].role is Role.LM_HEAD
-    return SCHEMES[name].head if is_head and SCHEMES[name].head.grid.bits == 8 else SCHEMES[name].body
+    return format_for(name, is_head=unit.layers[0].role is Role.LM_HEAD)
 
 
 def measure_sensitivity(

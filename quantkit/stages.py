@@ -33,10 +33,11 @@ from quantkit.model.tensors import TensorSource
 from quantkit.model.weight_source import config_for_artifact, make_fast_tokenizer, tokenizer_files
 from quantkit.plan import choose
 from quantkit.quantizers.apply import Evidences, quantized_parts, weight_name
+from quantkit.quantizers.losses import Sums
 from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
-from quantkit.schemes import SCHEMES
+from quantkit.schemes import SCHEMES, Format
 from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, formats_of
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -98,20 +99,25 @@ def write_model(
     single_file_bytes: int,
     original: Path | None = None,
     keeps_checkpoint: bool = False,
+    formats: Mapping[str, Format] | None = None,
+    adds_biases: bool = False,
     evidence: Evidences = lambda _: None,
+    losses: dict[str, Sums] | None = None,
     count: Count = lambda _: None,
 ) -> Exported:
     """Quantize and export; what is on disk afterwards was read again and agrees with the plan.
 
-    `original` is the folder of the source: only a model that must be traced needs it.
+    `original` is the folder of the source: only a model that must be traced needs it. `formats` are those of
+    projections whose format is not the scheme's; `losses` is filled with what each pack lost.
     """
     scheme, kind = SCHEMES[scheme_name], kind_of(model_map)
     contents = contents_of(
         model_map,
         plan,
-        formats_of(model_map, scheme),
+        {**formats_of(model_map, scheme), **(formats or {})},
         table_grid=scheme.head.grid,
         packs_attention=kind != "traced",
+        adds_biases=adds_biases,
     )
     require_tensors(contents, source, model_map.name)
     checkpoint = write_checkpoint(
@@ -124,6 +130,7 @@ def write_model(
             gain_offset=model_map.norm_gain_offset,
             fit=fit,
             evidence=evidence,
+            losses=losses,
             progress=count,
         ),
         describe(model_map, plan, contents, scheme_name, fit),
@@ -135,6 +142,7 @@ def write_model(
             "scheme": scheme_name,
             "model": model_map.name,
             "kind": kind,
+            "bytes_per_token": bytes_per_token(contents),
         },
     }
     keeps_outside = checkpoint.path.stat().st_size > single_file_bytes

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.plan import matches
 from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role, Rows
-from quantkit.schemes import Format, Grid, Scheme
+from quantkit.schemes import FLOAT, Format, Grid, Scheme, format_for
 
 DTYPES: dict[str, Any] = {  # as safetensors spells them
     "F32": np.float32,
@@ -178,11 +179,18 @@ def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[Tens
     return (codes, scales) if grid.is_symmetric else (codes, scales, zeros)
 
 
-def formats_of(model_map: ModelMap, scheme: Scheme) -> dict[str, Format]:
-    """The format of every projection under a scheme."""
-    return {
+def formats_of(
+    model_map: ModelMap, scheme: Scheme, own: Mapping[str, str] | None = None
+) -> dict[str, Format]:
+    """The format of every projection under a scheme; of `own`, pattern -> scheme, the last match counts."""
+    found = {
         layer.name: scheme.head if layer.role is Role.LM_HEAD else scheme.body for layer in model_map.layers
     }
+    for pattern, name in (own or {}).items():
+        for layer in model_map.layers:
+            if name != FLOAT and matches(layer, pattern):
+                found[layer.name] = format_for(name, is_head=layer.role is Role.LM_HEAD)
+    return found
 
 
 def contents_of(

@@ -204,6 +204,11 @@ class _Lowering:
             if not is_done:
                 kept = onnx.NodeProto()
                 kept.CopyFrom(node)
+                # A tracer stores equal tensors once and names the others by Identity; those names are the
+                # checkpoint's, and would stand twice in the graph.
+                for index, name in enumerate(kept.input):
+                    stored, is_turned = self.meanings.get(name, (name, False))
+                    kept.input[index] = name if is_turned else stored
                 self.graph.nodes.append(kept)
         return self.finish(target, metadata)
 
@@ -286,7 +291,8 @@ class _Lowering:
     def finish(self, target: Target, metadata: Mapping[str, Any]) -> onnx.ModelProto:
         """The model, without what nothing reads any more."""
         source, graph = self.model.graph, self.graph
-        nodes = _used_nodes(graph.nodes, {output.name for output in source.output})
+        own = [node for node in graph.nodes if node.output[0] not in graph.initializers]
+        nodes = _used_nodes(own, {output.name for output in source.output})
         used = {name for node in nodes for name in _reads(node)}
         captured = {name for node in nodes for name in _captures(node)}
         moved = self.moved(used - captured)

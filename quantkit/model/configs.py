@@ -144,7 +144,7 @@ def normalise(config: Any) -> ModelConfig:  # noqa: ANN401 - any transformers co
         num_heads=num_heads,
         num_kv_heads=_first(config, "num_key_value_heads") or num_heads,
         head_dim=head_dim,
-        max_positions=_first(config, "max_position_embeddings", "n_positions"),
+        max_positions=_first(config, "max_position_embeddings", "n_positions", "max_seq_len"),
         norm_epsilon=_first(config, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
         is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         windows=tuple(window if kind == SLIDING else None for kind in kinds),

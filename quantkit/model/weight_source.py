@@ -39,6 +39,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+AnswerLogits = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 
 
 def with_weights(source: Source, *, random_weights: bool) -> Source:
@@ -129,6 +130,35 @@ def make_fast_tokenizer(source: Source, folder: Path) -> bool:
 
 def reference_logits(source: Source) -> Logits:
     """The original in transformers, float32, as a function of token ids: the independent reference."""
+    model, options = _reference(source)
+
+    def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            outputs = model(input_ids=torch.from_numpy(ids), **options)
+        made = outputs.logits if "logits" in outputs else outputs[0]  # a model without a head: its states
+        values: NDArray[np.float32] = made.float().numpy()
+        return values
+
+    return logits
+
+
+def reference_answer_logits(source: Source) -> AnswerLogits:
+    """The original of an encoder and its decoder, as a function of what each of them reads."""
+    model, options = _reference(source)
+
+    def logits(encoder_ids: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            outputs = model(
+                input_ids=torch.from_numpy(encoder_ids), decoder_input_ids=torch.from_numpy(ids), **options
+            )
+        values: NDArray[np.float32] = outputs.logits.float().numpy()
+        return values
+
+    return logits
+
+
+def _reference(source: Source) -> tuple[Any, dict[str, Any]]:
+    """(the original module, options of its call)."""
     assert source.folder is not None
     model_class = next(
         (
@@ -141,13 +171,4 @@ def reference_logits(source: Source) -> Logits:
     model = model_class.from_pretrained(str(source.folder), dtype=torch.float32, use_safetensors=True)
     model.eval()
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if takes_cache else {}
-
-    def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        with torch.inference_mode():
-            outputs = model(input_ids=torch.from_numpy(ids), **options)
-        made = outputs.logits if "logits" in outputs else outputs[0]  # a model without a head: its states
-        values: NDArray[np.float32] = made.float().numpy()
-        return values
-
-    return logits
+    return model, {"use_cache": False} if takes_cache else {}

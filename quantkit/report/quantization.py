@@ -12,9 +12,10 @@ from typing import Any
 from quantkit.errors import InputError
 from quantkit.measurements import Accuracy, Latency, Report, Timing
 from quantkit.records import to_json
+from quantkit.report.figures import figures, megabytes
+from quantkit.report.losses import loss_alarms, loss_head, loss_tables
 from quantkit.report.tables import Page, Table
 
-MB = 1e6
 REQUIRED = ("model", "scheme", "target", "projections", "matrices", "parameters", "size", "environment")
 # Beyond these a user would notice: the usual per-tensor INT8 costs a real decoder 19% and 0.18 nats,
 # scales for blocks of 128 cost it 1% and 0.008.
@@ -35,14 +36,15 @@ def report_json(report: Report) -> dict[str, Any]:
     """The content of report.json; what was not measured has no key."""
     document: dict[str, Any] = to_json(report)
     document["size"]["ratio"] = report.size.ratio
-    document["accuracy"] = _accuracy_json(report.accuracy) if report.accuracy else None
-    document["latency"] = [_latency_json(each) for each in report.latency]
-    document = _without_none(document)
+    document["accuracy"] = accuracy_json(report.accuracy) if report.accuracy else None
+    document["latency"] = [latency_json(each) for each in report.latency]
+    document = without_none(document)
     document["alarms"] = list(alarms_of(document))
     return document
 
 
-def _accuracy_json(accuracy: Accuracy) -> dict[str, Any]:
+def accuracy_json(accuracy: Accuracy) -> dict[str, Any]:
+    """Accuracy as report.json has it."""
     return {
         "perplexity": {
             "reference": accuracy.reference.value,
@@ -67,7 +69,8 @@ def _accuracy_json(accuracy: Accuracy) -> dict[str, Any]:
     }
 
 
-def _latency_json(latency: Latency) -> dict[str, Any]:
+def latency_json(latency: Latency) -> dict[str, Any]:
+    """One provider's times as report.json has them."""
     reference = _phases_json(latency.prefill_reference, latency.decode_reference)
     return {
         "provider": latency.provider,
@@ -92,15 +95,17 @@ def _phases_json(prefill: Timing | None, decode: Timing | None) -> dict[str, Any
     return phases
 
 
-def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+def without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """The value without keys that hold nothing."""
     if isinstance(value, dict):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
+        return {key: without_none(each) for key, each in value.items() if each is not None}
+    return [without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def alarms_of(document: Json) -> tuple[str, ...]:
     """Everything about a result that is worse than it should be, a line each."""
     alarms = [*_size_alarms(document["size"]), *_accuracy_alarms(document.get("accuracy"))]
+    alarms += loss_alarms(document)
     for entry in document.get("latency", ()):
         for key, name, unit in PHASES:
             measured, reference = entry.get(key), entry.get("reference", {}).get(key)
@@ -157,7 +162,7 @@ def quantization_page(document: Json) -> Page:
     timings = _timings(document)
     return Page(
         head=tuple(_head(document)),
-        tables=(_comparison(document), *([timings] if timings.rows else [])),
+        tables=(_comparison(document), *([timings] if timings.rows else []), *loss_tables(document)),
         foot=tuple(_protocol(document)),
         alarms=alarms_of(document),
     )
@@ -180,6 +185,7 @@ def _head(document: Json) -> Iterable[str]:
             f"{check['num_blocks']} layers + {check['num_outputs']} output = {check['predicted']}, {verdict}"
         )
         yield from (f"  {difference}" for difference in check["differences"])
+    yield from loss_head(document)
     kept = document.get("kept", [])
     for each in kept[:MAX_KEPT_LINES]:
         yield f"not quantized: {each['count']} {each['role']} ({each['reason']})"
@@ -197,8 +203,8 @@ def _comparison(document: Json) -> Table:
         columns=("what", *numeric),
         rows=(
             *_size_rows(document["size"]),
-            *_accuracy_rows(document.get("accuracy")),
-            *_similarity_rows(document.get("similarity")),
+            *accuracy_rows(document.get("accuracy")),
+            *similarity_rows(document.get("similarity")),
             *_latency_rows(document.get("latency", [])),
             *_memory_rows(document.get("memory", {})),
         ),
@@ -213,7 +219,8 @@ def _size_rows(size: Json) -> Iterable[Row]:
         yield _row("size beside the float graph, MB", size["reference_bytes"], artifact, megabytes)
 
 
-def _accuracy_rows(accuracy: Json | None) -> Iterable[Row]:
+def accuracy_rows(accuracy: Json | None) -> Iterable[Row]:
+    """Accuracy as rows of the comparison."""
     if accuracy is None:
         return
     label = "" if accuracy["is_meaningful"] else " (meaningless: random weights)"
@@ -233,7 +240,8 @@ def _accuracy_rows(accuracy: Json | None) -> Iterable[Row]:
     yield f"largest logit error{label}", "-", f"{error:.2%}", "-"
 
 
-def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
+def similarity_rows(similarity: Json | None) -> Iterable[Row]:
+    """An encoder's similarity as rows of the comparison."""
     if similarity is None:
         return
     label = "" if similarity["is_meaningful"] else " (meaningless: random weights)"
@@ -279,13 +287,14 @@ def _timings(document: Json) -> Table:
             for model, part in (("reference", entry.get("reference", {})), ("quantized", entry)):
                 timing = part.get(phase)
                 if timing:
-                    rows.append((f"{phase} {unit}{place}", model, *_timing_cells(timing)))
+                    rows.append((f"{phase} {unit}{place}", model, *timing_cells(timing)))
     return Table(
         title="Spread of the runs", columns=("phase", "model", *numeric), rows=tuple(rows), numeric=numeric
     )
 
 
-def _timing_cells(timing: Json) -> tuple[str, ...]:
+def timing_cells(timing: Json) -> tuple[str, ...]:
+    """Median and spread."""
     quartiles = f"{figures(timing['lower_quartile_ms'])} to {figures(timing['upper_quartile_ms'])}"
     lowest, highest = figures(timing["lowest_ms"]), figures(timing["highest_ms"])
     return figures(timing["median_ms"]), lowest, quartiles, highest, f"{timing['num_runs']}"
@@ -342,16 +351,3 @@ def _row(name: str, reference: float | None, quantized: float, show: Callable[[f
     if not reference:
         return name, "-", show(quantized), "-"
     return name, show(reference), show(quantized), f"{quantized / reference:.3g}x"
-
-
-def figures(value: float) -> str:
-    """Three figures, never with an exponent from 1 up: 1,740 or 17.4 or 0.174."""
-    for least, digits in ((100, 0), (10, 1), (1, 2)):
-        if abs(value) >= least:
-            return f"{value:,.{digits}f}"
-    return f"{value:.3g}"
-
-
-def megabytes(count: float) -> str:
-    """Bytes as MB of 1e6, with a tenth."""
-    return f"{count / MB:,.1f}" if count >= 10 * MB else f"{count / MB:.2f}"

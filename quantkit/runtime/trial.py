@@ -11,24 +11,29 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.runtime.encoder import encode, open_encoder
-from quantkit.runtime.session import open_decoder, start, step
+from quantkit.runtime.session import open_session, start, step
+from quantkit.runtime.traced import Traced, go_on, open_generator, read_prompt
 
 
 def main(arguments: list[str]) -> None:
     """Do as much as the first argument says."""
     what, folder, prompt, decode, threads = arguments
-    if what == "empty":
-        return
-    if what in ("load", "encode"):
-        encoder = open_encoder(Path(folder), threads=int(threads))
-        if what == "encode":
-            encode(encoder, np.ones((1, int(prompt)), np.int64))
-        return
-    decoder = open_decoder(Path(folder), threads=int(threads))
-    state = start(decoder, batch=1, capacity=int(prompt) + int(decode))
-    step(state, np.ones((1, int(prompt)), np.int64))
-    for _ in range(int(decode)):
-        step(state, np.ones((1, 1), np.int64))
+    text, token = np.ones((1, int(prompt)), np.int64), np.ones((1, 1), np.int64)
+    if what == "load":
+        _ = [open_session(path, threads=int(threads)) for path in sorted(Path(folder).glob("*.onnx"))]
+    elif what == "encode":
+        encode(open_encoder(Path(folder), threads=int(threads)), text)
+    elif what == "run":
+        model = open_generator(Path(folder), threads=int(threads))
+        if isinstance(model, Traced):
+            traced, _ = read_prompt(model, text)
+            for _ in range(int(decode)):
+                go_on(traced, token)
+            return
+        state = start(model, batch=1, capacity=int(prompt) + int(decode))
+        step(state, text)
+        for _ in range(int(decode)):
+            step(state, token)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quantkit.errors import InputError
 from quantkit.evaluate import accuracy
-from quantkit.evaluate.accuracy import measure_accuracy, windows
+from quantkit.evaluate.accuracy import measure_accuracy, measure_perplexity, score_tokens, windows
 
 pytestmark = pytest.mark.once
 VOCABULARY = 11
@@ -79,6 +79,14 @@ def test_every_token_but_the_first_is_counted_once(num_tokens, window, data):
     assert counted == list(range(1, num_tokens))
 
 
+@given(st.integers(3, 200), st.integers(2, 40))
+def test_without_overlap_the_first_token_of_each_window_is_not_counted(num_tokens, window):
+    spans = list(windows(num_tokens, window=window, stride=window))
+    counted = [token for each in spans for token in range(each.first_target, each.end)]
+    assert counted == [token for token in range(num_tokens) if token % window]
+    assert all(each.begin % window == 0 for each in spans)
+
+
 def test_the_windows_are_those_of_the_published_protocol():
     """begin advances by the stride, and what an earlier window has predicted is only context."""
     found = [(each.begin, each.end, each.first_target) for each in windows(10, window=4, stride=2)]
@@ -108,6 +116,45 @@ def test_figures_equal_plain_sums(num_tokens, window, stride):
         assert record.standard_error == pytest.approx(perplexity * standard_error(values), rel=1e-9)
     assert (found.num_tokens, found.window, found.stride) == (num_tokens - 1, window, stride)
     assert found.is_meaningful
+
+
+@pytest.mark.parametrize(("num_tokens", "window", "stride"), [(40, 8, 3), (41, 8, 8), (9, 16, 1)])
+def test_a_model_alone_gets_the_figure_that_it_gets_beside_another(num_tokens, window, stride):
+    ids = text_of(num_tokens)
+    alone = measure_perplexity(model=model_of(2), token_ids=ids, window=window, stride=stride, text="a text")
+    beside = measure(model_of(1), model_of(2), ids, window=window, stride=stride)
+    assert alone.perplexity.value == pytest.approx(beside.quantized.value, rel=1e-12)
+    assert alone.perplexity.standard_error == pytest.approx(beside.quantized.standard_error, rel=1e-9)
+    assert (alone.num_tokens, alone.window, alone.stride) == (beside.num_tokens, window, stride)
+
+
+def test_without_overlap_figures_equal_plain_sums():
+    reference, quantized, ids = model_of(1), model_of(2), text_of(30)
+    found = measure(reference, quantized, ids, window=7, stride=7)
+    parts = [naive(reference, quantized, ids[begin : begin + 7], 7, 1) for begin in range(0, 28, 7)]
+    parts.append(naive(reference, quantized, ids[28:], 7, 1))
+    nll, quantized_nll, kl, is_same = (np.concatenate(column) for column in zip(*parts, strict=True))
+    assert found.num_tokens == len(nll) == 25
+    assert found.reference.value == pytest.approx(math.exp(nll.mean()), rel=1e-12)
+    assert found.quantized.value == pytest.approx(math.exp(quantized_nll.mean()), rel=1e-12)
+    assert found.kl_divergence == pytest.approx(kl.mean(), rel=1e-9)
+    assert found.top1_agreement == is_same.mean()
+
+
+def test_scores_of_single_tokens(monkeypatch):
+    monkeypatch.setattr(accuracy, "CHUNK_VALUES", 3 * VOCABULARY)
+    logits, targets = model_of(5)(text_of(20)[None])[0], text_of(20, seed=1)
+    nll, is_top = score_tokens(logits, targets)
+    for row, target, found, top in zip(logits.astype(float), targets, nll, is_top, strict=True):
+        assert found == pytest.approx(math.log(sum(map(math.exp, row))) - row[target], rel=1e-12)
+        assert top == (max(row) == row[target])
+    with pytest.raises(InputError, match="logits for token 24 are"):
+        score_tokens(np.where(np.arange(20)[:, None] == 17, np.nan, logits), targets, first_target=7)
+
+
+def test_a_window_that_predicts_next_to_nothing_is_refused():
+    with pytest.raises(InputError, match="window 2 with stride 2 predicts too few of the text's 3 tokens"):
+        measure(model_of(1), model_of(1), text_of(3), window=2, stride=2)
 
 
 def test_the_logit_error_is_the_greatest_difference_over_the_greatest_logit():
@@ -202,6 +249,6 @@ def test_wrong_input_is_named():
         measure(model_of(1), model_of(1, vocabulary=12), ids)
     with pytest.raises(InputError, match=r"2 tokens.*3 tokens or more"):
         measure(model_of(1), model_of(1), ids[:2])
-    for window, stride in ((8, 8), (8, 0), (1, 1), (8, -1)):
+    for window, stride in ((8, 9), (8, 0), (1, 1), (8, -1)):
         with pytest.raises(InputError, match=f"window {window} with stride {stride}"):
             measure(model_of(1), model_of(1), ids, window=window, stride=stride)

@@ -1,0 +1,1 @@
+"""An artifact as a model of lm-evaluation-harness."""

@@ -1,0 +1,109 @@
+"""From a recipe to a model that is mapped and planned, and a recipe in which nothing is left open.
+
+Everything that can be refused is refused here, before a weight is read: a size that picks nothing, a
+transform that an architecture cannot take, a budget on a model that predicts no tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import InputError
+from quantkit.measurements import ShapeTime
+from quantkit.measuring import read_text
+from quantkit.model.inspect import inspect_source
+from quantkit.model.load import Source, open_source
+from quantkit.model.tensors import TensorSource
+from quantkit.model.weight_source import open_weights, with_weights
+from quantkit.preparation import Job, planned, searches
+from quantkit.recipe import Recipe, override
+from quantkit.records import ModelMap, Plan
+from quantkit.report.progress import Progress
+from quantkit.schemes import AUTO, DEFAULT_SCHEMES, SCHEMES
+from quantkit.sizing import with_measured_sizes
+from quantkit.stages import kind_of
+from quantkit.tensor_records import formats_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A model and the recipe with everything decided that the model decides."""
+
+    recipe: Recipe
+    source: Source
+    model_map: ModelMap
+    weights: TensorSource
+    plan: Plan
+    shape_times: tuple[ShapeTime, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = False) -> Opened:
+    """Map and plan; whatever can be refused is refused here, before any work."""
+    name = recipe.model or ""
+    source = open_source(name, trust_remote_code=trust_remote_code)
+    source = with_weights(source, random_weights=recipe.random_weights)
+    model_map = inspect_source(source)
+    kind = kind_of(model_map)
+    if recipe.scheme == AUTO:
+        recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind]})
+    if recipe.fit == AUTO:
+        recipe = override(recipe, {"fit": default_fit(recipe)})
+    times: tuple[ShapeTime, ...] = ()
+    notes: tuple[str, ...] = ()
+    if recipe.select.min_dim == AUTO:
+        recipe, times, notes = with_measured_sizes(
+            recipe, model_map, progress, packs_attention=kind != "traced", generates=kind == "decoder"
+        )
+    plan = planned(recipe, model_map)
+    if not plan.projections.quantized:
+        raise InputError(
+            f"no projection of {plan.projections.total} is picked at min_dim {plan.min_dim}",
+            where=name,
+            next_step="; ".join(notes) or f"'quantkit inspect {name}' lists their sizes; lower --min-dim",
+        )
+    changed = [name for name in ("transforms", "bias_correction") if getattr(recipe, name)]
+    if kind == "traced" and changed:
+        raise InputError(
+            f"{changed[0]} changes weights, and {model_map.architecture} is traced with those it has",
+            where=name,
+            next_step=f"leave out {changed[0]}",
+        )
+    if searches(recipe) and (kind != "decoder" or recipe.random_weights):
+        raise InputError(
+            "a budget of perplexity or KL divergence needs a decoder with real weights",
+            where=name,
+            next_step="leave the budget out, and look at the similarity that the report gives",
+        )
+    weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
+    if recipe.measure.accuracy:
+        read_text(recipe.measure)  # a text that cannot be read is better said now than after the work
+    return Opened(
+        recipe=recipe,
+        source=source,
+        model_map=model_map,
+        weights=weights,
+        plan=plan,
+        shape_times=times,
+        notes=notes,
+    )
+
+
+def default_fit(recipe: Recipe) -> str:
+    """Plain rounding is enough for 8 bits; 4 bits, and a search that may choose them, want the best fit."""
+    is_wide = SCHEMES[recipe.scheme].body.grid.bits >= 8
+    return "rtn" if is_wide and not searches(recipe) else "gptq"
+
+
+def job_of(opened: Opened, progress: Progress, *, folder: Path | None = None, resumes: bool = True) -> Job:
+    """What preparing it needs to know."""
+    return Job(
+        recipe=opened.recipe,
+        source=opened.source,
+        formats=formats_of(opened.model_map, SCHEMES[opened.recipe.scheme], opened.recipe.layers),
+        planned=frozenset(layer.name for layer in opened.plan.layers if layer.quantized),
+        progress=progress,
+        folder=folder,
+        resumes=resumes,
+    )

@@ -1,0 +1,121 @@
+"""What `quantkit eval`, `bench` and `compare` print: artifacts measured again, or reports side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.evaluate.accuracy import TextPerplexity
+from quantkit.report.comparison import Side, comparison_json, comparison_page
+from quantkit.report.tables import print_page, to_markdown
+
+FORMATS = ("table", "markdown", "json")
+COMPARED = ("model", "scheme", "target", "size", "environment")  # what a report cannot be compared without
+
+
+def evaluate(
+    *,
+    folder: Path,
+    reference: str | None,
+    changes: Mapping[str, Any],
+    as_json: bool,
+) -> str:
+    """The text that `quantkit eval` prints; empty when a table went to the terminal already."""
+    from quantkit.measuring import environment  # noqa: PLC0415 - torch and transformers take seconds
+    from quantkit.report.progress import Progress  # noqa: PLC0415
+    from quantkit.report.reruns import evaluation_json, evaluation_page  # noqa: PLC0415
+    from quantkit.rerun import evaluate as evaluate_artifact  # noqa: PLC0415
+    from quantkit.rerun import open_artifact, require_room  # noqa: PLC0415
+
+    opened = open_artifact(folder, changes)
+    require_room(opened, {"--window": changes.get("measure.window")})
+    made = evaluate_artifact(opened, reference=reference, progress=Progress())
+    alone = made.result if isinstance(made.result, TextPerplexity) else None
+    document = evaluation_json(
+        artifact=opened.described,
+        accuracy=alone.perplexity if alone else made.result,  # type: ignore[arg-type]
+        protocol={key: getattr(alone, key) for key in ("text", "num_tokens", "window", "stride")}
+        if alone
+        else {},
+        is_meaningful=not opened.recipe.random_weights,
+        reference=made.reference,
+        environment=environment(),
+        notes=made.notes,
+    )
+    if as_json:
+        return json.dumps(document, indent=2)
+    print_page(evaluation_page(document))
+    return ""
+
+
+def benchmark(*, folder: Path, changes: Mapping[str, Any], as_json: bool) -> str:
+    """The text that `quantkit bench` prints; empty when a table went to the terminal already."""
+    from quantkit.measuring import environment  # noqa: PLC0415 - torch and transformers take seconds
+    from quantkit.report.progress import Progress  # noqa: PLC0415
+    from quantkit.report.reruns import benchmark_json, benchmark_page  # noqa: PLC0415
+    from quantkit.rerun import benchmark as time_artifact  # noqa: PLC0415
+    from quantkit.rerun import open_artifact, require_room  # noqa: PLC0415
+
+    opened = open_artifact(folder, changes)
+    typed = {f"--{name}": changes.get(f"measure.{name}") for name in ("prompt", "decode")}
+    require_room(opened, typed)
+    made = time_artifact(opened, progress=Progress())
+    document = benchmark_json(
+        artifact=opened.described,
+        size_bytes=opened.size_bytes,
+        latency=made.latency,
+        memory=made.memory,
+        environment=environment(),
+        notes=made.notes,
+    )
+    if as_json:
+        return json.dumps(document, indent=2)
+    print_page(benchmark_page(document))
+    return ""
+
+
+def compare(*, folders: Sequence[Path], output_format: str) -> str:
+    """The text that `quantkit compare` prints; empty when a table went to the terminal already."""
+    if output_format not in FORMATS:
+        raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(FORMATS))
+    if len(folders) < 2:
+        raise InputError("one artifact has nothing beside it", where="compare", allowed="two folders or more")
+    document = comparison_json([_side(folder) for folder in folders])
+    if output_format == "json":
+        return json.dumps(document, indent=2)
+    page = comparison_page(document)
+    if output_format == "markdown":
+        return to_markdown(page)
+    print_page(page)
+    return ""
+
+
+def _side(folder: Path) -> Side:
+    """An artifact's report as it was written, and which tokenizer its figures were taken with."""
+    path, tokenizer = folder / "report.json", folder / "tokenizer.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in COMPARED if key not in report] if isinstance(report, dict) else COMPARED
+        digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else None
+    except OSError as error:
+        raise InputError(
+            f"cannot be read ({error.strerror})",
+            where=error.filename or str(path),
+            allowed="a folder that 'quantkit quantize' wrote",
+            next_step="check the path, or quantize a model first",
+        ) from error
+    except ValueError as error:
+        raise InputError(
+            f"not JSON ({error})", where=str(path), next_step="quantize again to write it anew"
+        ) from error
+    if missing:
+        raise InputError(
+            f"not a report: {', '.join(missing)} missing",
+            where=str(path),
+            next_step="quantize again to write it anew",
+        )
+    return Side(name=str(folder), report=report, tokenizer=digest)

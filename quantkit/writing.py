@@ -1,0 +1,161 @@
+"""A prepared model rounded and exported: once as the recipe says, or as a search for a budget decides.
+
+A search proposes, the artifact is written, and text that no search saw gives the verdict; where it fails, the
+search goes on with less to spend, until a model holds or no more may be measured.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.budget import seek
+from quantkit.errors import InputError
+from quantkit.measurements import LayerLoss, Loss, SearchResult
+from quantkit.measuring import Subject, measure
+from quantkit.opening import Opened
+from quantkit.preparation import Job, Prepared, planned
+from quantkit.quantizers import PLAIN
+from quantkit.quantizers.losses import Sums
+from quantkit.recipe import Budget, Recipe, override
+from quantkit.records import Plan
+from quantkit.schemes import SCHEMES
+from quantkit.stages import write_model
+from quantkit.tensor_records import Contents, formats_of
+
+MARGIN = 0.9  # of what a failed verdict leaves to spend
+ONLY_ACCURACY = {"measure.accuracy": True, "measure.latency": False, "measure.memory": False}
+
+
+def layer_losses(
+    contents: Contents, losses: Mapping[str, Sums], search: SearchResult | None
+) -> tuple[LayerLoss, ...]:
+    """What rounding took from each product, in the order of the model."""
+    tables = {unit.name: unit for unit in search.units} if search else {}
+    chosen = dict(search.chosen.choices) if search else {}
+    found = []
+    for pack in contents.packs:
+        if pack.name not in losses or pack.format is None:
+            continue
+        sums, unit = losses[pack.name], tables.get(pack.name)
+        alone = [each.loss for each in unit.options if each.format == chosen.get(unit.name)] if unit else []
+        grid = pack.format.grid
+        found.append(
+            LayerLoss(
+                name=pack.name,
+                layers=tuple(layer.name for layer in pack.layers),
+                format=f"int{grid.bits} {f'block {grid.block}' if grid.block else 'channel'}, "
+                f"inputs by {pack.format.activations}",
+                weight_error=sums.weight_error,
+                plain_weight_error=sums.plain_weight_error,
+                output_error=sums.output_error,
+                plain_output_error=sums.plain_output_error,
+                kl_divergence=alone[0] if alone else None,
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A file that runs, and all that led to it."""
+
+    subject: Subject
+    recipe: Recipe
+    plan: Plan
+    losses: Mapping[str, Sums]
+    search: SearchResult | None = None
+
+
+def write(
+    job: Job,
+    prepared: Prepared,
+    opened: Opened,
+    partial: Path,
+    layers: Mapping[str, str],
+    *,
+    keeps_checkpoint: bool,
+) -> Written:
+    """Round and export; `layers` are the schemes of their own that projections have."""
+    recipe = override(job.recipe, {"layers": dict(layers)})
+    plan, losses = planned(recipe, prepared.model_map), dict[str, Sums]()
+    options: dict[str, Any] = {
+        "scheme_name": recipe.scheme,
+        "target_name": recipe.target,
+        "single_file_bytes": recipe.single_file_mb << 20,
+        "original": None if recipe.random_weights else job.source.folder,
+    }
+    num_weights = sum(layer.num_weights for layer in prepared.model_map.layers)
+    with job.progress.stage("quantize and export", total=num_weights, unit="weights") as count:
+        exported = write_model(
+            prepared.model_map,
+            plan,
+            prepared.weights,
+            partial,
+            fit=recipe.fit,
+            keeps_checkpoint=keeps_checkpoint,
+            formats=formats_of(prepared.model_map, SCHEMES[recipe.scheme], recipe.layers),
+            adds_biases=recipe.bias_correction,
+            evidence=prepared.evidence,
+            losses=losses,
+            count=count,
+            **options,
+        )
+    subject = Subject(
+        exported=exported,
+        model_map=opened.model_map,
+        source=opened.source,
+        weights=opened.weights,
+        recipe=recipe,
+        options={**options, "fit": PLAIN},
+    )
+    return Written(subject=subject, recipe=recipe, plan=plan, losses=losses)
+
+
+def write_within_budget(
+    job: Job, prepared: Prepared, opened: Opened, partial: Path, *, keeps_checkpoint: bool
+) -> Written:
+    """Search, write what was found, and let text that the search never saw decide; if it fails, go back."""
+    trials = partial / ".trials"
+    seeker = seek(job, prepared, opened.plan, trials)
+    budget, tightened, verdicts = seeker.search.budget, 1.0, list[Loss]()
+    quick = replace(job, recipe=override(job.recipe, ONLY_ACCURACY))
+    while True:
+        candidate = seeker.propose(tightened=tightened)
+        written = write(
+            quick, prepared, opened, partial, seeker.formats_of(candidate), keeps_checkpoint=keeps_checkpoint
+        )
+        verdicts.append(_verdict(written.subject, job))
+        share, promised = budget.share(verdicts[-1]), budget.share(candidate.loss)
+        is_last = promised > tightened or seeker.left <= len(verdicts)
+        if share <= 1 or is_last:
+            break
+        tightened = min(tightened, promised) / share * MARGIN
+    shutil.rmtree(trials, ignore_errors=True)
+    decided = {"layers": dict(written.recipe.layers), "budget": Budget().model_dump()}
+    recipe = override(job.recipe, decided)
+    return replace(
+        written,
+        recipe=recipe,
+        search=seeker.result(candidate, verdicts),
+        subject=replace(written.subject, recipe=recipe),
+    )
+
+
+def _verdict(subject: Subject, job: Job) -> Loss:
+    """On the text of the final measurement, which no search saw."""
+    found = measure(subject, progress=job.progress).accuracy
+    if found is None:
+        raise InputError(
+            "no accuracy can be measured, so no budget can be held",
+            where=subject.model_map.name,
+            next_step="a tokenizer beside the weights, or --text, is what is missing",
+        )
+    return Loss(
+        ppl_increase=found.increase,
+        kl_divergence=found.kl_divergence,
+        top1_agreement=found.top1_agreement,
+    )
