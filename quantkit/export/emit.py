@@ -42,10 +42,12 @@ OPT_PROJECTIONS = ("project_in", "project_out")
 class Shared:
     """Values that every block reads."""
 
-    lengths: str  # [batch], int32: index of the last token that each row has cached
+    last: str  # [batch], int64: column of the last token of each row that is not padding
+    lengths: str  # the same in int32: with the new tokens, each row has one key more than this
     total: str  # scalar, int32
     bias: str  # [batch, 1, sequence, total]
     positions: str  # [batch, sequence], int64
+    num_new: str  # [1], int64: tokens that each row is given now
 
 
 def rotates_inside(facts: Attention) -> bool:
@@ -119,27 +121,29 @@ class _Decoder:
         residual, pending = self.embed(ids, shared), ""
         for index, block in enumerate(self.model_map.blocks):
             residual, pending = self.block(index, block, residual, pending, shared)
-        self.head(residual, pending)
+        self.head(residual, pending, shared)
 
     def shared(self, ids: str, mask: str, positions: str) -> Shared:
-        """Lengths and the padding bias, from the mask alone."""
+        """Lengths and the padding bias, from the mask alone.
+
+        Rows may be padded on either side. Padding on the left keeps its places in the cache, and the bias
+        hides them. A row that is padded on the right ends at the last token that the mask shows: attention
+        reads no further, and the next token is written right after it, as if the row were alone.
+        """
         graph = self.graph
         total = graph.op("Shape", mask, start=1, end=2)
-        total32 = graph.op("Cast", total, to=TensorProto.INT32)
-        last = graph.op("Sub", total32, graph.constant("one_i32", np.array([1], np.int32)))
-        lengths = graph.op("Expand", last, graph.op("Shape", mask, start=0, end=1))
-        scalar = graph.op("Squeeze", total32)
-        shown = graph.op("Cast", mask, to=TensorProto.FLOAT)
-        shown = graph.op("Sub", shown, graph.constant("one", np.array(1, np.float32)))
-        row = graph.op("Mul", shown, graph.constant("masked", np.array(operators.MASKED, np.float32)))
-        row = graph.op("Unsqueeze", row, graph.integers(1, 2))
-        batch_1, length = graph.op("Shape", mask, start=0, end=1), graph.op("Shape", ids, start=1, end=2)
-        shape = graph.op("Concat", batch_1, graph.integers(1), length, total, axis=0)
+        last = graph.op("ArgMax", mask, axis=1, keepdims=0, select_last_index=1)
+        added = graph.constant("hidden_shown", np.array([-operators.MASKED, 0], np.float32))
+        row = graph.op("Unsqueeze", graph.op("Gather", added, mask), graph.integers(1, 2))
+        num_new = graph.op("Shape", ids, start=1, end=2)
+        shape = graph.op("Concat", num_new, graph.integers(1), axis=0)
         return Shared(
-            lengths=lengths,
-            total=scalar,
+            last=last,
+            lengths=graph.op("Cast", last, to=TensorProto.INT32),
+            total=graph.op("Squeeze", graph.op("Cast", total, to=TensorProto.INT32)),
             bias=graph.op("Expand", row, shape),
             positions=positions,
+            num_new=num_new,
         )
 
     def embed(self, ids: str, shared: Shared) -> str:
@@ -299,14 +303,13 @@ class _Decoder:
             hidden = operators.activation(self.graph, block.ffn.activation, up, name=block.name)
         return self.project(block, Role.FFN_DOWN, hidden)
 
-    def head(self, residual: str, pending: str) -> None:
-        """Logits of the last position; of as many as `num_logits` says, where a caller sets it."""
+    def head(self, residual: str, pending: str, shared: Shared) -> None:
+        """Logits of each row's last token; of `num_logits` tokens up to it, where a caller sets that."""
         graph = self.graph
-        wanted = graph.constant("num_logits", np.array([1], np.int64))
-        start, end = graph.op("Neg", wanted), graph.integers(np.iinfo(np.int64).max)
-        residual = graph.op("Slice", residual, start, end, graph.integers(1))
+        places = self.wanted_places(graph.constant("num_logits", np.array([1], np.int64)), shared)
+        residual = graph.op("GatherND", residual, places, batch_dims=1)
         if pending:
-            pending = graph.op("Slice", pending, start, end, graph.integers(1))
+            pending = graph.op("GatherND", pending, places, batch_dims=1)
         if (None, NormPlace.FINAL) in self.norms:
             residual, _ = self.add_and_norm(None, NormPlace.FINAL, residual, pending, keeps=False)
         elif pending:
@@ -321,3 +324,18 @@ class _Decoder:
         # Declared as one position, by which onnxruntime-genai knows that a prompt yields no more.
         graph.output(logits, "logits", TensorProto.FLOAT, ["batch", 1, pack.out_features])
         graph.inputs.append(onnx.helper.make_tensor_value_info("num_logits", TensorProto.INT64, [1]))
+
+    def wanted_places(self, wanted: str, shared: Shared) -> str:
+        """Which new tokens have logits, [batch, wanted, 1]: those up to each row's last that is not padding.
+
+        A row with fewer tokens than that starts at its first, so whoever wants all of them has them in order.
+        """
+        graph = self.graph
+        zero, one = (graph.constant(f"i64_scalar_{value}", np.array(value, np.int64)) for value in (0, 1))
+        # After the last new token, or in a prompt that is padded on the right, where its padding begins.
+        end = graph.op("Min", graph.op("Add", shared.last, one), shared.num_new)
+        first = graph.op("Max", graph.op("Sub", end, wanted), zero)
+        count = graph.op("Squeeze", graph.op("Min", wanted, shared.num_new))
+        steps = graph.op("Range", zero, count, one)
+        places = graph.op("Add", graph.op("Unsqueeze", first, graph.integers(1)), steps)
+        return graph.op("Unsqueeze", places, graph.integers(2))

@@ -1,6 +1,7 @@
 """Generating text: prompts of unequal length in one batch, and the ways to choose the next token.
 
-Rows are padded on the left, as clients of the ecosystem do, so that all of them end together. Sampling is
+Rows are padded on the right and go on at their own lengths, so that each of them says what it says alone;
+padding on the left, as other clients do it, sums in another order and can turn a close choice. Sampling is
 greedy, or by temperature with the most likely tokens alone: the best k, or the fewest whose probabilities
 reach p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
 """
@@ -95,8 +96,8 @@ def generate(
     ids = np.zeros((len(prompts), longest), np.int64)
     mask = np.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
+        ids[row, : len(prompt)] = prompt
+        mask[row, : len(prompt)] = 1
     random = np.random.default_rng(sampling.seed)
     is_open = np.ones(len(prompts), bool)
     logits = step(state, ids, mask)

@@ -1,7 +1,9 @@
 """A decoder in onnxruntime with its key-value cache in place: bound once, written by every step.
 
 Past and present of each layer are the same buffer, as long as the context allows, so that a step moves
-the new token's keys and values and nothing else.
+the new token's keys and values and nothing else. Rows of a batch have lengths of their own: shorter prompts
+are padded on the right, and what follows takes the place of the padding, so that a row of a batch sums over
+the same numbers in the same order as a row alone.
 """
 
 from __future__ import annotations
@@ -94,13 +96,14 @@ def open_decoder(folder: Path, *, threads: int | None = None, context: int | Non
 
 @dataclass(kw_only=True, slots=True, weakref_slot=True)
 class State:
-    """The caches of one batch, and how many positions of them are filled."""
+    """The caches of one batch, and how much of them is filled."""
 
     decoder: Decoder
     binding: Any
     buffers: list[Any]
-    mask: Ints  # [batch, capacity]
-    length: int
+    mask: Ints  # [batch, capacity]: 0 where nothing is, or padding
+    lengths: Ints  # [batch]: places filled, padding on the left included
+    positions: Ints  # [batch]: of each row's next token
     capacity: int
 
 
@@ -129,7 +132,8 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         binding=binding,
         buffers=buffers,
         mask=np.zeros((batch, capacity), np.int64),
-        length=0,
+        lengths=np.zeros(batch, np.int64),
+        positions=np.zeros(batch, np.int64),
         capacity=capacity,
     )
     weakref.finalize(state, decoder.spare.append, memory)
@@ -153,20 +157,52 @@ def _take_memory(decoder: Decoder, size: int) -> Floats:
 
 
 def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
-    """Feed tokens [batch, n], padded on the left where `mask` is 0; logits of the last position."""
+    """Feed tokens [batch, n]; logits of each row's last one.
+
+    A prompt may be padded where `mask` is 0, on the right or on the left. Later tokens are appended at each
+    row's own length, one at a time: onnxruntime's attention takes a later chunk for a single row only.
+    """
     count = ids.shape[1]
-    end = state.length + count
-    assert end <= state.capacity, "the cache is full"
-    state.mask[:, state.length : end] = 1 if mask is None else mask
+    total = int(state.lengths.max()) + count
+    assert total <= state.capacity, "the cache is full"
+    if state.lengths.any():
+        assert mask is None or mask.all(), "only a prompt may be padded"
+        assert count == 1 or len(ids) == 1, "later tokens of several rows come one at a time"
+        added = np.arange(count)
+        state.mask[np.arange(len(ids))[:, None], state.lengths[:, None] + added] = 1
+        positions = state.positions[:, None] + added
+        state.lengths += count
+        state.positions += count
+    else:
+        shown = np.ones(ids.shape, np.int64) if mask is None else mask.astype(np.int64)
+        assert shown.any(axis=1).all(), "a row without a token"
+        if count < state.capacity:
+            ids, shown = with_even_count(ids, shown)
+        total = ids.shape[1]
+        state.mask[:, :total] = shown
+        positions = positions_of(shown, total)
+        state.lengths[:] = total - shown[:, ::-1].argmax(axis=1)
+        state.positions[:] = shown.sum(axis=1)
     binding = state.binding
     binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
-    binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :end]))
-    binding.bind_cpu_input("position_ids", positions_of(state.mask[:, :end], count))
+    binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :total]))
+    binding.bind_cpu_input("position_ids", positions)
     binding.bind_output("logits")
     state.decoder.session.run_with_iobinding(binding)
-    state.length = end
     logits: Floats = binding.get_outputs()[-1].numpy()
     return logits[:, -1]
+
+
+def with_even_count(ids: Ints, shown: Ints) -> tuple[Ints, Ints]:
+    """The same rows, padded on the right by one where their tokens together are an odd number.
+
+    Products over blocks of 128 and more take rows in pairs, and sum an odd last one in another order; one
+    that is rounded to another code then differs by thousandths. No token of a prompt shall be that odd one.
+    """
+    if ids.size % 2 == 0:
+        return ids, shown
+    added = ((0, 0), (0, 1))
+    return np.pad(ids, added), np.pad(shown, added)
 
 
 def positions_of(mask: Ints, count: int) -> Ints:
@@ -175,16 +211,21 @@ def positions_of(mask: Ints, count: int) -> Ints:
 
 
 def all_logits(decoder: Decoder, ids: Ints, mask: Ints | None = None) -> Floats:
-    """Logits of every position of a text from its beginning, [batch, sequence, vocabulary]."""
-    batch, length = ids.shape
-    shown = np.ones((batch, length), np.int64) if mask is None else mask.astype(np.int64)
+    """Logits of every position of a text from its beginning, [batch, sequence, vocabulary].
+
+    Rows may be padded on either side where `mask` is 0; logits of padding mean nothing.
+    """
+    length = ids.shape[1]
+    shown = np.ones(ids.shape, np.int64) if mask is None else mask.astype(np.int64)
+    if length < decoder.context:
+        ids, shown = with_even_count(ids, shown)
     feeds: dict[str, NDArray[Any]] = {
         "input_ids": np.ascontiguousarray(ids, np.int64),
         "attention_mask": shown,
-        "position_ids": positions_of(shown, length),
-        "num_logits": np.array([length], np.int64),
+        "position_ids": positions_of(shown, ids.shape[1]),
+        "num_logits": np.array([ids.shape[1]], np.int64),
     }
     for past, _, heads, width in decoder.caches:
-        feeds[past] = np.zeros((batch, heads, 0, width), np.float32)
+        feeds[past] = np.zeros((len(ids), heads, 0, width), np.float32)
     logits: Floats = decoder.session.run(["logits"], feeds)[0]
-    return logits
+    return logits[:, :length]

@@ -165,10 +165,22 @@ def test_a_row_is_the_same_alone_and_padded_in_a_batch(demo):
     decoder, text = demo
     prompts = prompts_of(text)
     assert len({len(prompt) for prompt in prompts}) == 3
-    together = answers(decoder, prompts)
+    together = answers(decoder, prompts, count=24)
     for prompt, row in zip(prompts, together, strict=True):
-        assert answers(decoder, [prompt]) == [row]
+        assert answers(decoder, [prompt], count=24) == [row]
     assert len({tuple(row) for row in together}) == 3
+
+
+def test_prompts_of_a_batch_have_the_logits_that_they_have_alone(demo):
+    """To the last bit: no padding, and no number of rows, changes the order in which a row is summed."""
+    decoder, text = demo
+    prompts = prompts_of(text)
+    longest = max(len(prompt) for prompt in prompts)
+    ids = np.array([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+    mask = np.array([[1] * len(prompt) + [0] * (longest - len(prompt)) for prompt in prompts])
+    together = all_logits(decoder, ids, mask)
+    for prompt, made in zip(prompts, together, strict=True):
+        assert (made[: len(prompt)] == all_logits(decoder, np.array([prompt]))[0]).all()
 
 
 def test_seeds_reproduce(demo):
