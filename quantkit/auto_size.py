@@ -115,14 +115,17 @@ def auto_min_dim(
 ) -> AutoSize:
     """The smallest size of which some projection wins, and every projection from there on that loses.
 
-    A product that was not measured is quantized: what is too large to be timed is bound by reading it.
+    A product that was not measured is quantized: what is too large to be timed is bound by reading it. A
+    projection of no product, because the user left it out, has no say.
     """
     verdicts = faster_than_float(products, times, decode_weight=decode_weight)
     product_of = {name: product for product in products for name in product.layers}
     lost: dict[str, str] = {}
     winners: list[Layer] = []
     for layer in model_map.layers:
-        verdict = verdicts.get(product_of[layer.name].key) if layer.name in product_of else None
+        if layer.name not in product_of:
+            continue
+        verdict = verdicts.get(product_of[layer.name].key)
         if verdict is None or verdict.wins:
             winners.append(layer)
         else:

@@ -37,7 +37,9 @@ class CacheFormat:
 
 
 CACHE_FORMATS: dict[str, CacheFormat] = {
-    "float32": CacheFormat(element_type=TensorProto.FLOAT, bits=None, description="keys and values as they are"),
+    "float32": CacheFormat(
+        element_type=TensorProto.FLOAT, bits=None, description="keys and values as they are"
+    ),
     "int8": CacheFormat(
         element_type=TensorProto.INT8, bits=8, description="a quarter of the memory, scales from calibration"
     ),
@@ -66,7 +68,12 @@ class CacheParts:
 
 
 def widen(
-    seen: CachePeaks | None, key_BHTD: Floats, value_BHTD: Floats, *, where: str, rotary_dim: int | None = None
+    seen: CachePeaks | None,
+    key_BHTD: Floats,
+    value_BHTD: Floats,
+    *,
+    where: str,
+    rotary_dim: int | None = None,
 ) -> CachePeaks:
     """Peaks with one more text's cache taken in: all of its positions must be filled.
 
@@ -150,7 +157,11 @@ def attention_nodes(model: onnx.ModelProto) -> tuple[onnx.NodeProto, ...]:
 
 
 def quantize_cache(
-    model: onnx.ModelProto, peaks: Sequence[CachePeaks], *, cache_format: str = "int8", sharing: str = "channel"
+    model: onnx.ModelProto,
+    peaks: Sequence[CachePeaks],
+    *,
+    cache_format: str = "int8",
+    sharing: str = "channel",
 ) -> onnx.ModelProto:
     """The fused decoder with its cache in another format: a copy, whose weights are not touched."""
     made = onnx.ModelProto()

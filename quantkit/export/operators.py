@@ -59,18 +59,49 @@ def matmul(graph: Graph, pack: Pack, x: str) -> str:
     )
 
 
-def _static(graph: Graph, pack: Pack, x: str, bias: str) -> str:
+def _static(graph: Graph, pack: Pack, x: str, bias: str, *, natively: bool = False) -> str:
     """Standard operators only: the input rounded in a fixed range, both factors given back as floats.
 
-    A runtime for NPUs reads the four nodes as one integer product, and so does onnxruntime at 8 bits.
+    A runtime for NPUs reads the four nodes as one integer product, and so does onnxruntime at 8 bits. It has
+    no product for 16 and would turn the weights into floats anew in each run; so there 16 bits are multiplied
+    as two bytes, which comes to the same sum. `natively` writes the plain form for runtimes that have one.
     """
     grid = [graph.weight(f"{pack.name}.input_scale"), graph.weight(f"{pack.name}.input_zero")]
     rounded = graph.op("QuantizeLinear", x, *grid, name=f"{pack.name}/round")
     given = graph.op("DequantizeLinear", rounded, *grid, name=f"{pack.name}/input")
     codes, scales = graph.weight(f"{pack.name}.codes_IO"), graph.weight(f"{pack.name}.scales")
     weight = graph.op("DequantizeLinear", codes, scales, name=f"{pack.name}/weight", axis=1)
-    product = graph.op("MatMul", given, weight, name=pack.name)
+    if natively or (pack.format and pack.format.input_bits == 8):
+        product = graph.op("MatMul", given, weight, name=pack.name)
+    else:
+        high, low = _bytes_of(graph, pack, given)
+        product = graph.op("MatMul", high, weight, name=pack.name)
+        product = graph.op("Add", product, graph.op("MatMul", low, weight, name=f"{pack.name}/low"))
     return graph.op("Add", product, bias) if bias else product
+
+
+def _bytes_of(graph: Graph, pack: Pack, given: str) -> tuple[str, str]:
+    """Values of 16 bits as the sum of two of 8: a step of the first is 256 steps of the second.
+
+    With codes 256 h + l and zero point 256 H + L they are 256 (h - H) steps and (l - L) steps. To the nearest
+    multiple of 256 is rounded what was moved by L - 127.5 steps, so that l is a byte and never half way.
+    """
+    name = pack.name
+    step = graph.checkpoint.read(f"{name}.input_scale")
+    high_zero, low_zero = divmod(int(graph.checkpoint.read(f"{name}.input_zero")), 256)
+    shift = graph.constant(f"{name}/shift", np.asarray((low_zero - 127.5) * step, np.float32))
+    high_grid = [
+        graph.constant(f"{name}/high_scale", np.asarray(256 * step, np.float32)),
+        graph.constant(f"{name}/high_zero", np.array(high_zero, np.uint8)),
+    ]
+    low_grid = [
+        graph.weight(f"{name}.input_scale"),
+        graph.constant(f"{name}/low_zero", np.array(low_zero, np.uint8)),
+    ]
+    codes = graph.op("QuantizeLinear", graph.op("Add", given, shift), *high_grid)
+    high = graph.op("DequantizeLinear", codes, *high_grid, name=f"{name}/high")
+    codes = graph.op("QuantizeLinear", graph.op("Sub", given, high), *low_grid)
+    return high, graph.op("DequantizeLinear", codes, *low_grid, name=f"{name}/rest")
 
 
 def _per_channel(graph: Graph, pack: Pack, x: str, bias: str) -> str:

@@ -1,20 +1,35 @@
-"""Tiny ONNX models, built in memory, whose run time tells what a machine computes and what a node costs.
+"""Tiny ONNX models whose run time tells what a machine computes, what a node and what one product costs.
 
 The three matmuls share one shape, GPT-2's first FFN projection at a prompt of 128 tokens: large enough to be
 bound by arithmetic, small enough to run often within a second. Their weights are initializers, because
 onnxruntime packs constant weights beforehand, as it does in a real model. Integer activations stay below
 128, so that the AVX2 kernels, whose sums of pairs saturate at 16 bits, compute the exact product too.
+
+A probe of one product is built by the functions that export it, with random weights in a file beside it. It
+holds several copies: a decoded token reads every weight of the model once, so that each product finds its
+weights in memory and not in the cache where its last run left them. Running copies in turn does the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+from quantkit.auto_size import FLOAT, Product
+from quantkit.export.graph import Graph, save
+from quantkit.export.operators import matmul
+from quantkit.export.targets import DEFAULT_TARGET, TARGETS
+from quantkit.records import READ_NO_NORM, Layer, Role, Rows
+from quantkit.schemes import SCHEMES, Format
+from quantkit.tensor_records import DTYPES, Checkpoint, Pack, Slot, TensorSpec
 
 NUM_ROWS = 128
 IN_FEATURES = 768
@@ -22,6 +37,7 @@ OUT_FEATURES = 3072
 BLOCK_SIZE = 128
 NUM_CHAIN_NODES = 200
 OPSET = 21
+STRIDE_BYTES = 4 * 10007  # between the beginnings of two random tensors: no multiple of it is a whole pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,3 +147,123 @@ def _serialized(graph: onnx.GraphProto) -> bytes:
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
     # IR version 10 is the one that opset 21 came with, so every supported onnxruntime reads it.
     return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+
+
+def format_name(form: Format, role: Role) -> str:
+    """What times of a format are kept under: the products of one name are the same operators.
+
+    Inputs are scaled by token only where no norm precedes; elsewhere that format is the plain one.
+    """
+    zeros = "" if form.grid.is_symmetric else "_zeros"
+    if form.grid.block is not None:
+        return f"int{form.grid.bits}_block{form.grid.block}{zeros}"
+    plain = form.activations == "token" and role not in READ_NO_NORM
+    return f"int{form.grid.bits}_{'tensor' if plain else form.activations}{zeros}"
+
+
+# Every format that a scheme can give a projection, with a role that it then has.
+PROBED: dict[str, tuple[Format, Role]] = {
+    format_name(form, role): (form, role)
+    for row in SCHEMES.values()
+    for form in (row.body, row.head)
+    for role in (Role.FFN_UP, Role.FFN_DOWN)
+}
+
+
+def products_of(
+    packs: Iterable[Pack], formats: Mapping[str, Format], *, prompt_rows: int
+) -> tuple[Product, ...]:
+    """The products of an exported model, and what `formats` would make of each of them.
+
+    The packs may be those of a plan that quantizes nothing: what is packed does not depend on it. Of a prompt
+    an lm_head sees one row.
+    """
+    return tuple(
+        Product(
+            layers=tuple(layer.name for layer in pack.layers),
+            in_features=pack.in_features,
+            out_features=pack.out_features,
+            format_name=format_name(formats[pack.layers[0].name], pack.layers[0].role),
+            has_bias=pack.has_bias,
+            reads_table=pack.layers[0].tied_to is not None,
+            prompt_rows=1 if pack.layers[0].role is Role.LM_HEAD else prompt_rows,
+        )
+        for pack in packs
+    )
+
+
+def product_bytes(product: Product, name: str) -> int:
+    """Bytes that one such product reads of its weights."""
+    return sum(spec.num_bytes for spec in _tensors(_probe_pack("copy", product, name)))
+
+
+def write_product_probe(folder: Path, product: Product, name: str, copies: int = 1) -> Path:
+    """`copies` products like this one in one format, with weights of their own, in one model.
+
+    Copy i reads x_i and gives y_i: inputs of their own, since onnxruntime would compute only once what
+    equal nodes do to one input.
+    """
+    packs = [_probe_pack(f"copy_{i}", product, name) for i in range(copies)]
+    checkpoint = _random_checkpoint(
+        folder / "weights.bin", [spec for pack in packs for spec in _tensors(pack)]
+    )
+    graph = Graph(checkpoint=checkpoint, keeps_weights_outside=True)
+    for number, pack in enumerate(packs):
+        x = graph.input(f"x_{number}", TensorProto.FLOAT, [1, "rows", product.in_features])
+        y = matmul(graph, pack, x)
+        graph.output(y, f"y_{number}", TensorProto.FLOAT, [1, "rows", product.out_features])
+    path = folder / "product.onnx"
+    save(graph.finish(name="product", target=TARGETS[DEFAULT_TARGET], metadata={}), path)
+    return path
+
+
+def _probe_pack(label: str, product: Product, name: str) -> Pack:
+    form, role = (None, Role.FFN_UP) if name == FLOAT else PROBED[name]
+    layer = Layer(
+        name=label,
+        role=role,
+        in_features=product.in_features,
+        out_features=product.out_features,
+        has_bias=product.has_bias,
+        matrix=label,
+        rows=Rows(start=0, length=product.out_features, stride=product.out_features),
+        stored_as="Linear",
+    )
+    return Pack(
+        name=label,
+        layers=(layer,),
+        format=form,
+        table=f"{label}.table" if not form and product.reads_table else None,
+    )
+
+
+def _tensors(pack: Pack) -> tuple[TensorSpec, ...]:
+    """What is stored of a pack, with the table that it may read."""
+    if pack.table is None:
+        return pack.tensors()
+    table = TensorSpec(name=f"{pack.table}.weight", dtype="F32", shape=(pack.out_features, pack.in_features))
+    return (*pack.tensors(), table)
+
+
+def _random_checkpoint(path: Path, specs: Iterable[TensorSpec], seed: int = 0) -> Checkpoint:
+    """A file of random codes and floats about as large as real ones; denormal floats would be slow.
+
+    No two tensors are alike, since onnxruntime keeps equal weights only once, and would read them from the
+    cache: each starts at another place of one random sequence.
+    """
+    generator = np.random.default_rng(seed)
+    codes = generator.integers(1, 255, 1 << 20, dtype=np.uint8).tobytes()
+    floats = (0.02 + 0.01 * generator.random(1 << 20, dtype=np.float32)).tobytes()
+    slots: dict[str, Slot] = {}
+    with path.open("wb") as file:
+        for number, spec in enumerate(specs):
+            file.seek(-(-file.tell() // 64) * 64)
+            slots[spec.name] = Slot(spec=spec, offset=file.tell(), length=spec.num_bytes)
+            pool = floats if DTYPES[spec.dtype] is np.float32 else codes
+            place, left = number * STRIDE_BYTES % len(pool), spec.num_bytes
+            while left:
+                piece = memoryview(pool)[place : place + left]
+                file.write(piece)
+                place, left = 0, left - len(piece)
+    described: dict[str, Any] = {}
+    return Checkpoint(path=path, slots=slots, description=described)
