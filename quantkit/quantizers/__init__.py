@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.grid import Encoded, Floats
+from quantkit.quantizers.gptq import factorise, with_feedback
+from quantkit.quantizers.mse import least_weight_error
+from quantkit.quantizers.output import input_power, least_output_error
 from quantkit.quantizers.rtn import round_to_nearest
 from quantkit.schemes import Grid
 from quantkit.tensor_records import Evidence
@@ -31,5 +34,20 @@ class Quantizer:
 
 QUANTIZERS: dict[str, Quantizer] = {
     "rtn": Quantizer(fit=round_to_nearest, description="round to nearest: a block's largest value is exact"),
+    "mse": Quantizer(
+        fit=least_weight_error, description="scales searched for the least error of the weights"
+    ),
+    "output": Quantizer(
+        fit=least_output_error,
+        description="scales searched for the least error of the outputs, by the power of each input",
+        prepare=input_power,
+        wants=frozenset({"second_moment"}),
+    ),
+    "gptq": Quantizer(
+        fit=with_feedback,
+        description="searched scales, then column by column, each making up for the errors before it",
+        prepare=factorise,
+        wants=frozenset({"second_moment"}),
+    ),
 }
 PLAIN = "rtn"  # for what calibration never reached, and for tables

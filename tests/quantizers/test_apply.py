@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from exporting import NOTHING, build_tiny
 
 from quantkit.checkpoint import write_checkpoint
+from quantkit.grid import decode, from_bytes
 from quantkit.model.inspect import inspect
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import open_source
 from quantkit.model.tensors import open_tensors
 from quantkit.model.weight_source import open_weights
 from quantkit.plan import choose
+from quantkit.quantizers import QUANTIZERS
 from quantkit.quantizers.apply import quantized_parts, runs_of
 from quantkit.records import Layer, Role, Rows
 from quantkit.schemes import Format, Grid, in_blocks
-from quantkit.tensor_records import Contents, Pack, contents_of
+from quantkit.tensor_records import Contents, Evidence, Pack, contents_of
 
 HIDDEN, HEADS, FFN = 40, 4, 72  # no multiples of the block
 BLOCK = 32
@@ -283,3 +286,112 @@ def test_a_large_matrix_takes_a_few_chunks_of_memory(tmp_path):
         tracemalloc.stop()
     assert made.slots["w.codes"].length == rows * columns
     assert peak < size * 0.45, f"{peak / 1e6:.0f} MB for a matrix of {size / 1e6:.0f} MB"
+
+
+OUTPUTS, INPUTS = 50, 72
+FORMATS = [in_blocks(32, bits=4), in_blocks(32, bits=4, is_symmetric=False), in_blocks(32), a_format(Grid())]
+
+
+class OneMatrix:
+    """A matrix and its bias, as a checkpoint gives them."""
+
+    def __init__(self, weight_OI, bias_O):
+        self.values = {"w.weight": weight_OI, "w.bias": bias_O}
+
+    def read(self, name, start=0, count=None):
+        return self.values[name][start:][:count].copy()
+
+
+def tokens(seed=0, count=4000):
+    """Correlated, and far from zero on average."""
+    random = np.random.default_rng(seed)
+    mixing_HI, mean_I = (
+        np.random.default_rng(1).normal(size=(9, INPUTS)),
+        np.random.default_rng(2).normal(size=INPUTS),
+    )
+    x_TI = random.normal(size=(count, 9)) @ mixing_HI + 0.3 * random.normal(size=(count, INPUTS))
+    return x_TI + 4 * mean_I
+
+
+def evidence_of(x_TI, *, statistics=("second_moment", "mean")):
+    moment_II = (x_TI.T @ x_TI / len(x_TI)).astype(np.float32) if "second_moment" in statistics else None
+    mean_I = x_TI.mean(axis=0).astype(np.float32) if "mean" in statistics else None
+    return Evidence(num_rows=len(x_TI), second_moment_II=moment_II, mean_I=mean_I)
+
+
+def one_product(pack_format, *, has_bias=True, adds_bias=False, seen=None, **options):
+    """(W, b, W as it is multiplied, b as it is added) of one matrix; no b where none is stored."""
+    random = np.random.default_rng(5)
+    weight_OI = (random.normal(size=(OUTPUTS, INPUTS)) * 0.1).astype(np.float32)
+    bias_O = random.normal(size=OUTPUTS).astype(np.float32)
+    layer = replace(
+        one_layer(OUTPUTS, INPUTS, Rows(start=0, length=OUTPUTS, stride=OUTPUTS)), has_bias=has_bias
+    )
+    pack = Pack(name="w", layers=(layer,), format=pack_format, adds_bias=adds_bias)
+    contents = Contents(packs=(pack,), tables=(), norms=(), norm_biases=frozenset())
+    stored = {}
+    for name, part in quantized_parts(
+        contents, OneMatrix(weight_OI, bias_O), transposed=TRANSPOSED, evidence=lambda _: seen, **options
+    ):
+        stored.setdefault(name, []).append(part)
+    stored = {name: np.concatenate(parts) for name, parts in stored.items()}
+    grid = pack_format.grid
+    if grid.block is None:
+        made_OI = (stored["w.codes_IO"] * stored["w.scales"]).T.astype(np.float32)
+    else:
+        count = grid.num_blocks(INPUTS)
+        zeros = None if grid.is_symmetric else from_bytes(stored["w.zeros"], grid.bits, count)
+        codes = from_bytes(stored["w.codes"], grid.bits, grid.block)
+        made_OI = decode(codes, stored["w.scales"], INPUTS, zeros)
+    return weight_OI, bias_O if has_bias else np.zeros(OUTPUTS), made_OI, stored.get("w.bias")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("fit", QUANTIZERS)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["with a bias", "without one"])
+@pytest.mark.parametrize("pack_format", FORMATS, ids=str)
+def test_a_corrected_bias_leaves_the_mean_output_where_it_was(pack_format, has_bias, fit):
+    x_TI = tokens()
+    options = {"has_bias": has_bias, "fit": fit, "seen": evidence_of(x_TI)}
+    weight_OI, bias_O, made_OI, added_O = one_product(pack_format, adds_bias=True, **options)
+    wanted_TO = x_TI @ weight_OI.T + bias_O
+    shift_O = (x_TI @ made_OI.T + added_O - wanted_TO).mean(axis=0)
+    untouched_O = (x_TI @ (made_OI - weight_OI).T).mean(axis=0)
+    size = np.abs(wanted_TO).mean()
+    assert np.abs(untouched_O).max() > 1e-4 * size
+    assert np.abs(shift_O).max() < 2e-6 * size
+    assert np.abs(shift_O).max() < 0.01 * np.abs(untouched_O).max()
+    plain_OI, plain_O = one_product(pack_format, **options)[2:]
+    assert (plain_OI == made_OI).all()
+    assert plain_O is None if not has_bias else (plain_O == bias_O).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("pack_format", FORMATS, ids=str)
+def test_a_bias_is_not_corrected_for_inputs_that_nobody_saw(pack_format):
+    _, bias_O, _, added_O = one_product(pack_format, adds_bias=True)
+    assert (added_O == bias_O).all()
+    seen = evidence_of(tokens(), statistics=("second_moment",))
+    _, bias_O, _, added_O = one_product(pack_format, adds_bias=True, seen=seen)
+    assert (added_O == bias_O).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("fit", [name for name, row in QUANTIZERS.items() if row.wants])
+@pytest.mark.parametrize("pack_format", FORMATS, ids=str)
+def test_a_fit_without_its_evidence_is_plain_rounding(pack_format, fit):
+    plain_OI = one_product(pack_format)[2]
+    for seen in (None, evidence_of(tokens(), statistics=("mean",))):
+        assert (one_product(pack_format, fit=fit, seen=seen)[2] == plain_OI).all()
+    assert (one_product(pack_format, fit=fit, seen=evidence_of(tokens()))[2] != plain_OI).any()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("fit", QUANTIZERS)
+@pytest.mark.parametrize("pack_format", FORMATS, ids=str)
+def test_no_cut_of_rows_and_no_thread_changes_a_fit(pack_format, fit, monkeypatch):
+    options = {"fit": fit, "seen": evidence_of(tokens())}
+    whole_OI = one_product(pack_format, threads=1, **options)[2]
+    for rows, threads in ((1, 2), (7, 4), (33, 1)):
+        monkeypatch.setattr("quantkit.quantizers.apply.CHUNK_VALUES", rows * INPUTS)
+        assert (one_product(pack_format, threads=threads, **options)[2] == whole_OI).all()
