@@ -144,6 +144,9 @@ def quantize(
         float | None, typer.Option(help="search formats that keep the KL divergence within this, in nats")
     ] = None,
     prefer: Annotated[str | None, typer.Option(help="size or speed, for a search  [default: size]")] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="float32, or int8: keys and values in a quarter of the memory")
+    ] = None,
     statistics: Annotated[
         Path | None, typer.Option(help="keep calibration statistics in this folder, and use them again")
     ] = None,
@@ -191,6 +194,7 @@ def quantize(
             "calibration.text": str(calibration_text) if calibration_text else None,
             "calibration.windows": calibration_windows,
             "calibration.length": calibration_length,
+            "cache": cache,
             "budget.max_kl": max_kl,
             "budget.prefer": prefer,
             "target": target,

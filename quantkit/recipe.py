@@ -99,6 +99,9 @@ class Recipe(BaseModel):
     )
     calibration: Calibration = Calibration()
     budget: Budget = Budget()
+    cache: Literal["float32", "int8"] = Field(
+        default="float32", description="what keys and values are kept as; int8 suits long contexts"
+    )
     target: Literal["cpu"] = Field(default="cpu", description="who runs the file")
     single_file_mb: int = Field(
         default=64, ge=0, description="weights up to this size lie inside model.onnx, larger ones beside it"

@@ -22,6 +22,8 @@ from quantkit.schemes import FLOAT, SCHEMES
 from quantkit.sensitivity import format_named
 from quantkit.tensor_records import Pack, contents_of, formats_of
 
+USUAL_BYTES_PER_US = 20_000  # 20 GB/s
+
 
 def with_measured_sizes(
     recipe: Recipe, model_map: ModelMap, progress: Progress, *, packs_attention: bool, generates: bool
@@ -60,7 +62,12 @@ def unit_times(
     }
 
     def microseconds(unit: Pack, name: str) -> float:
-        return known[unit.in_features, unit.out_features, spelled[unit.name, name]].median_us
+        found = known.get((unit.in_features, unit.out_features, spelled[unit.name, name]))
+        if found is not None:
+            return found.median_us
+        # Too large to be timed, and so bound by reading: bytes at a usual bandwidth.
+        width = 4.0 if name == FLOAT else format_named(name, unit).grid.bits / 8
+        return unit.in_features * unit.out_features * width / USUAL_BYTES_PER_US
 
     return microseconds
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.budget import seek
+from quantkit.caching import quantize_cache
 from quantkit.errors import InputError
 from quantkit.measurements import LayerLoss, Loss, SearchResult
 from quantkit.measuring import Subject, measure
@@ -104,6 +105,7 @@ def write(
             count=count,
             **options,
         )
+    quantize_cache(job, prepared.model_map, exported)
     subject = Subject(
         exported=exported,
         model_map=opened.model_map,

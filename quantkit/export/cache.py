@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError
+from quantkit.export.graph import save
 
 Floats = NDArray[np.float32]
 ATTENTION_OP = "GroupQueryAttention"
@@ -187,3 +189,9 @@ def quantize_cache(
         if value.name in types:
             value.type.tensor_type.elem_type = types[value.name]
     return made
+
+
+def rewrite(path: Path, peaks: Sequence[CachePeaks], *, cache_format: str) -> None:
+    """Change a graph on disk; weights beside it stay where they are."""
+    model = onnx.load(str(path), load_external_data=False)
+    save(quantize_cache(model, peaks, cache_format=cache_format), path)

@@ -26,6 +26,7 @@ from quantkit.runtime.huge_pages import huge_pages
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 MODEL_FILE = "model.onnx"
+CACHE_TYPES: dict[str, Any] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +38,8 @@ class Decoder:
     context: int
     vocab_size: int
     metadata: dict[str, Any] = field(default_factory=dict)
-    spare: list[Floats] = field(default_factory=list)  # memory of caches that are no longer used
+    cache_type: Any = np.float32  # int8 where the cache was quantized too
+    spare: list[NDArray[Any]] = field(default_factory=list)  # memory of caches that are no longer used
 
 
 def open_session(
@@ -91,6 +93,7 @@ def open_decoder(folder: Path, *, threads: int | None = None, context: int | Non
         context=context or int(metadata.get("max_positions") or 2048),
         vocab_size=int(outputs["logits"].shape[-1]),
         metadata=metadata,
+        cache_type=CACHE_TYPES[inputs[caches[0][0]].type] if caches else np.float32,
     )
 
 
@@ -140,7 +143,7 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
     return state
 
 
-def _take_memory(decoder: Decoder, size: int) -> Floats:
+def _take_memory(decoder: Decoder, size: int) -> NDArray[Any]:
     """Memory for all layers of one batch, used before if possible: fresh pages cost a prompt more than zeros.
 
     One array, since numpy asks for large pages under large arrays only. What an earlier text left in it is
@@ -151,7 +154,7 @@ def _take_memory(decoder: Decoder, size: int) -> Floats:
     if fitting is not None:
         return decoder.spare.pop(fitting)
     decoder.spare.clear()  # all too small; the next one serves them too
-    memory = np.empty(size, np.float32)
+    memory = np.empty(size, decoder.cache_type)
     memory.fill(0)  # every page is fetched now and not by the first prompt
     return memory
 
@@ -225,7 +228,27 @@ def all_logits(decoder: Decoder, ids: Ints, mask: Ints | None = None) -> Floats:
         "position_ids": positions_of(shown, ids.shape[1]),
         "num_logits": np.array([ids.shape[1]], np.int64),
     }
-    for past, _, heads, width in decoder.caches:
-        feeds[past] = np.zeros((len(ids), heads, 0, width), np.float32)
+    feeds |= _no_past(decoder, len(ids))
     logits: Floats = decoder.session.run(["logits"], feeds)[0]
     return logits[:, :length]
+
+
+def cached_values(decoder: Decoder, ids: Ints) -> list[NDArray[Any]]:
+    """Keys and values of every layer after a text, as they would be cached."""
+    shown = np.ones(ids.shape, np.int64)
+    feeds: dict[str, NDArray[Any]] = {
+        "input_ids": np.ascontiguousarray(ids, np.int64),
+        "attention_mask": shown,
+        "position_ids": positions_of(shown, ids.shape[1]),
+    }
+    feeds |= _no_past(decoder, len(ids))
+    names = [present for _, present, _, _ in decoder.caches]
+    values: list[NDArray[Any]] = decoder.session.run(names, feeds)
+    return values
+
+
+def _no_past(decoder: Decoder, batch: int) -> dict[str, NDArray[Any]]:
+    return {
+        past: np.zeros((batch, heads, 0, width), decoder.cache_type)
+        for past, _, heads, width in decoder.caches
+    }

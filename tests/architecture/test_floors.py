@@ -34,6 +34,7 @@ FLOORS = {
         "sensitivity",
         "sizing",
         "preparation",
+        "caching",
         "budget",
         "opening",
         "writing",
