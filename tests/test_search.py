@@ -1,4 +1,4 @@
-"""The search against trying everything: its line holds what is best at each price, and bisection ends on it."""
+"""The search against trying everything: its line holds what is best at each price; bisection ends on it."""
 
 from __future__ import annotations
 

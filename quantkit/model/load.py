@@ -164,10 +164,10 @@ def hub_is_reachable(endpoint: str) -> bool:
 
 def build_on_meta(source: Source) -> nn.Module:
     """The model's modules with shapes and no storage; a 70B model takes seconds and no memory."""
-    config = _make_config(source)
+    config = make_config(source)
     try:
         with torch.device("meta"):
-            return _make_model(source, config)
+            return make_model(source, config)
     except InputError:
         raise
     except Exception as error:  # any fault here comes from values in the user's config
@@ -178,7 +178,8 @@ def build_on_meta(source: Source) -> nn.Module:
         ) from error
 
 
-def _make_config(source: Source) -> Any:  # noqa: ANN401 - any transformers config class
+def make_config(source: Source) -> Any:  # noqa: ANN401 - any transformers config class
+    """The config object of the source, as transformers builds it."""
     model_type = source.config["model_type"]
     if source.uses_remote_code:
         location = str(source.folder) if source.folder else source.name
@@ -204,7 +205,7 @@ def _make_config(source: Source) -> Any:  # noqa: ANN401 - any transformers conf
         ) from error
 
 
-def _make_model(source: Source, config: Any) -> nn.Module:  # noqa: ANN401
+def make_model(source: Source, config: Any) -> nn.Module:  # noqa: ANN401
     """The class that the config names, else the first auto class that fits."""
     if not source.uses_remote_code:
         for architecture in source.config.get("architectures") or ():

@@ -168,7 +168,11 @@ def _reference(source: Source) -> tuple[Any, dict[str, Any]]:
         ),
         transformers.AutoModelForCausalLM,
     )
-    model = model_class.from_pretrained(str(source.folder), dtype=torch.float32, use_safetensors=True)
+    # The fused kernel that transformers 4.57 takes otherwise leaves out Gemma 2's cap on attention scores.
+    capped = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
+    model = model_class.from_pretrained(
+        str(source.folder), dtype=torch.float32, use_safetensors=True, **capped
+    )
     model.eval()
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
     return model, {"use_cache": False} if takes_cache else {}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from quantkit.errors import InputError
 from quantkit.grid import Encoded, Floats, decode_all, to_bytes
@@ -55,7 +56,8 @@ def quantized_parts(
     of projections were done; together they are all of them. `losses` is filled with what each pack lost.
     """
     workers = threads or min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers) as pool:
+    # Each worker computes alone: BLAS with threads of its own beside them would make all wait for all.
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(workers) as pool:
         run = _Stream(pool=pool, depth=workers + 1, source=source, progress=progress)
         run.quantizer, run.evidence = QUANTIZERS[fit], evidence
         run.losses = {} if losses is None else losses

@@ -36,6 +36,15 @@ def test_half_precision_checkpoints_are_rebuilt_in_full(tmp_path):
     assert error(logits_of(module), given.logits).relative < 1e-12
 
 
+def test_a_cap_on_attention_is_kept(tmp_path):
+    row = FAMILIES["gemma2"]
+    given = make_subject(row.tiny_class, {**row.tiny, "attn_logit_softcapping": 0.2}, tmp_path / "capped")
+    made = logits_of(torch_model(given.source, given.map, given.tensors, torch.float64))
+    assert error(made, given.logits).relative < 1e-12
+    without = make_subject(row.tiny_class, {**row.tiny, "attn_logit_softcapping": None}, tmp_path / "free")
+    assert error(without.logits, given.logits).relative > 1e-3
+
+
 def test_shared_parameters_are_shared(tmp_path):
     for family, first, second in (
         ("gpt2", "transformer.wte", "lm_head"),

@@ -1,0 +1,20 @@
+"""Calibration: one streaming pass over a text collects what the chosen methods ask about every input.
+
+`calibration_tokens` gives the text, `collect` runs the model over it block by block and leaves a folder of
+statistics, `read_evidence` reads them back one matrix at a time.
+"""
+
+from quantkit.calibrate.passes import collect
+from quantkit.calibrate.running import WANTS
+from quantkit.calibrate.store import StatisticsFile, open_statistics, read_evidence
+from quantkit.calibrate.tokens import calibration_tokens, context_length
+
+__all__ = [
+    "WANTS",
+    "StatisticsFile",
+    "calibration_tokens",
+    "collect",
+    "context_length",
+    "open_statistics",
+    "read_evidence",
+]

@@ -1,0 +1,57 @@
+"""Every family calibrated, block by block and whole, against inputs gathered by plain hooks in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from calibrating import check, everything, inputs_of
+from exporting import build_tiny
+
+from quantkit.calibrate import collect
+from quantkit.model.families import FAMILIES
+from quantkit.model.inspect import map_module
+
+RUN_WHOLE = {"albert": "more than once", "t5": "does not read what"}
+CASES = [
+    pytest.param(name, {**row.tiny, **variant}, id=f"{name}-{number}")
+    for name, row in FAMILIES.items()
+    for number, variant in enumerate(({}, *row.variants))
+]
+TOKENS = np.random.default_rng(0).integers(5, 60, (5, 20))  # longer than the tiny models' windows of 8
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES)
+def test_every_input_of_every_family(name, sizes, tmp_path):
+    model = build_tiny(FAMILIES[name].tiny_class, sizes, dtype=torch.float64)
+    model_map = map_module(model, name=name)
+    live = {stored: newer for newer, stored in FAMILIES[name].names.items() if hasattr(model, newer)}
+    modules = {matrix: model.get_submodule(live.get(matrix, matrix)) for matrix in model_map.matrices}
+    rows = inputs_of(model, TOKENS, modules)
+    blocks = [block.name for block in model_map.blocks]
+    wanted = everything(model_map.matrices)
+    by_blocks = collect(model, TOKENS, wanted=wanted, blocks=blocks, folder=tmp_path / "blocks", batch=2)
+    whole = collect(
+        model, TOKENS, wanted=wanted, blocks=(), folder=tmp_path / "whole", batch=5, memory_bytes=1 << 22
+    )
+    if name in RUN_WHOLE:
+        assert RUN_WHOLE[name] in by_blocks.way
+    else:
+        assert by_blocks.way == "blocks"
+    assert whole.way == "whole: no blocks are known"
+    for statistics in (by_blocks, whole):
+        assert set(statistics.located) == set(rows) == set(model_map.matrices)
+        assert statistics.unreached == ()
+        assert statistics.num_tokens == TOKENS.size
+        for matrix in model_map.matrices:
+            seen = statistics.read(matrix)
+            order = rows[matrix]
+            check(seen, order)
+    for matrix in model_map.matrices:
+        one, other = by_blocks.read(matrix), whole.read(matrix)
+        assert one.num_rows == other.num_rows
+        assert np.abs(one.peak_I - other.peak_I).max() <= 1e-6 * np.abs(one.peak_I).max()
+    calls = {layer.matrix: layer.calls for layer in model_map.layers}
+    assert {matrix: len(found) for matrix, found in rows.items()} == {
+        matrix: calls[matrix] * TOKENS.size for matrix in rows
+    }
