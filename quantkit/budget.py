@@ -95,10 +95,11 @@ def seek(job: Job, prepared: Prepared, plan: Plan, folder: Path) -> Seeker:
     searched = windows[-held_back(len(windows)) :]
     units = units_of(prepared.model_map, plan)
     options = sensitivities(job, prepared, units)
-    names, times = searched_formats(job.recipe), None
-    if job.recipe.budget.prefer == "speed":
-        times = unit_times(job.recipe, units, names, job.progress)
-    priced = tuple(_priced(unit, pack, times) for unit, pack in zip(options, units, strict=True))
+    times = unit_times(job.recipe, units, searched_formats(job.recipe), job.progress)
+    by_time = job.recipe.budget.prefer == "speed"
+    priced = tuple(
+        _priced(unit, pack, times, by_time=by_time) for unit, pack in zip(options, units, strict=True)
+    )
     original = _remembering(reference_logits(job.source), folder / "logits", searched, prepared.model_map)
 
     def evaluate(choices: Mapping[str, str]) -> Loss:
@@ -172,13 +173,13 @@ def identity_of(job: Job) -> str:
     return f"{folder.resolve()} {stats}"
 
 
-def _priced(unit: UnitOptions, pack: Pack, times: Times | None) -> UnitOptions:
-    """The same with costs: bytes, or microseconds a token."""
-    options = tuple(
-        replace(choice, cost=times(pack, choice.format) if times else bytes_of(pack, choice.format))
-        for choice in unit.options
-    )
-    return replace(unit, options=options)
+def _priced(unit: UnitOptions, pack: Pack, times: Times, *, by_time: bool) -> UnitOptions:
+    """The same with bytes, microseconds a token, and the one of them that is to be made least."""
+    options = []
+    for choice in unit.options:
+        size, time = bytes_of(pack, choice.format), times(pack, choice.format)
+        options.append(replace(choice, cost=time if by_time else size, num_bytes=size, microseconds=time))
+    return replace(unit, options=tuple(options))
 
 
 def bytes_of(pack: Pack, name: str) -> float:

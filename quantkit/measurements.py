@@ -118,12 +118,64 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedOperator:
+    """How many nodes of one operator a provider runs."""
+
+    operator: str
+    provider: str
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnplacedNode:
+    """A node that the asked provider left to the CPU."""
+
+    operator: str
+    name: str
+    layer: str | None = None  # of the model; None for a node that belongs to none
+    reason: str | None = None  # where the runtime says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """How much of the graph one provider runs."""
 
     provider: str
     node_fraction: float
     mac_fraction: float | None = None
+    num_nodes: int | None = None  # of the graph as it was shared out, before anything was fused
+    operators: tuple[PlacedOperator, ...] | None = None  # None here and below: taken for granted, not read
+    unplaced: tuple[UnplacedNode, ...] | None = None  # what it left to the CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProviderAccuracy:
+    """The logits that one provider computes, beside those of a reference."""
+
+    reference: str  # what it is, in words
+    max_relative_logit_error: float  # greatest difference over greatest reference logit
+    top1_agreement: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProviderRun:
+    """One provider's trial in a process of its own; None is what it did not come to."""
+
+    provider: str
+    outcome: str  # "ran", "partly" where something after the start failed, or "failed"
+    why_not: str | None = None
+    cure: str | None = None
+    device: str | None = None
+    version: str | None = None  # of the distribution that holds it
+    start_ms: float | None = None  # from the files to a session that is ready, compiling included
+    prompt_length: int | None = None
+    prefill: Timing | None = None
+    decode: Timing | None = None  # per token
+    peak_bytes: int | None = None  # of its process
+    placement: Placement | None = None
+    accuracy: ProviderAccuracy | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +210,9 @@ class Choice:
 
     format: str  # the name of a scheme, or "float"
     loss: float  # KL divergence when this unit alone has it, nats
-    cost: float  # bytes, or microseconds
+    cost: float = 0.0  # what a search makes least: one of the two below
+    num_bytes: float = 0.0
+    microseconds: float | None = None  # of one decoded token, where this machine was measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +240,8 @@ class Candidate:
     label: str
     choices: tuple[tuple[str, str], ...]  # unit, format
     cost: float
+    num_bytes: float
+    microseconds: float | None
     predicted_kl: float
     loss: Loss
 

@@ -242,8 +242,8 @@ def _rounding_weights(chosen: Format) -> Callable[[NDArray[Any]], NDArray[Any]]:
 def _calibrate(job: Job, made: Prepared, wanted: Mapping[str, frozenset[str]], step: str) -> StatisticsFile:
     """Run the text through the model as it is now, or take what an interrupted run has left."""
     tokens = tokens_for(job, made.model_map)
-    if searches(job.recipe):
-        tokens = tokens[: len(tokens) - held_back(len(tokens))]
+    left_out = held_back(len(tokens)) if searches(job.recipe) else job.recipe.calibration.leave_out
+    tokens = tokens[: max(1, len(tokens) - left_out)]
     folder = _statistics_folder(job, made, step)
     if not job.resumes:
         shutil.rmtree(folder, ignore_errors=True)

@@ -58,6 +58,9 @@ class Calibration(BaseModel):
     )
     windows: int = Field(default=32, ge=1, description="windows of the text")
     length: int = Field(default=512, ge=2, description="tokens a window; at most the model's context")
+    leave_out: int = Field(
+        default=0, ge=0, description="windows at the end that give no statistics: a search was measured there"
+    )
     seed: int = Field(default=0, ge=0, description="of the choice of windows")
 
 
@@ -102,7 +105,9 @@ class Recipe(BaseModel):
     cache: Literal["float32", "int8"] = Field(
         default="float32", description="what keys and values are kept as; int8 suits long contexts"
     )
-    target: Literal["cpu"] = Field(default="cpu", description="who runs the file")
+    target: Literal["cpu", "cpu-vnni", "cpu-avx2", "cpu-arm"] = Field(
+        default="cpu", description="who runs the file; cpu is cpu-vnni"
+    )
     single_file_mb: int = Field(
         default=64, ge=0, description="weights up to this size lie inside model.onnx, larger ones beside it"
     )

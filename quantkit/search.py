@@ -79,16 +79,21 @@ def line_of(units: Sequence[UnitOptions]) -> tuple[dict[str, str], ...]:
 
 def cost_of(units: Sequence[UnitOptions], choices: Choices) -> float:
     """What a configuration costs."""
-    return sum(_choice(unit, choices[unit.name]).cost for unit in units)
+    return sum(each.cost for each in _chosen(units, choices))
 
 
 def predicted_loss(units: Sequence[UnitOptions], choices: Choices) -> float:
     """What a configuration loses if losses add up."""
-    return sum(_choice(unit, choices[unit.name]).loss for unit in units)
+    return sum(each.loss for each in _chosen(units, choices))
 
 
-def _choice(unit: UnitOptions, name: str) -> Choice:
-    return next(option for option in unit.options if option.format == name)
+def _chosen(units: Sequence[UnitOptions], choices: Choices) -> list[Choice]:
+    return [option for unit in units for option in unit.options if option.format == choices[unit.name]]
+
+
+def _total(times: Sequence[float | None]) -> float | None:
+    known = [each for each in times if each is not None]
+    return sum(known) if len(known) == len(times) else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,6 +116,8 @@ class Search:
                 label=label,
                 choices=key,
                 cost=cost_of(self.units, choices),
+                num_bytes=sum(each.num_bytes for each in _chosen(self.units, choices)),
+                microseconds=_total([each.microseconds for each in _chosen(self.units, choices)]),
                 predicted_kl=predicted_loss(self.units, choices),
                 loss=self.evaluate(choices),
             )

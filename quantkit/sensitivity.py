@@ -78,7 +78,7 @@ def measure_sensitivity(
                 _write(cache, digest, known)
             losses[name] = known[label]
             progress(1)
-        options = tuple(Choice(format=name, loss=loss, cost=0.0) for name, loss in losses.items())
+        options = tuple(Choice(format=name, loss=loss) for name, loss in losses.items())
         layers = tuple(layer.name for layer in unit.layers)
         found.append(UnitOptions(name=unit.name, layers=layers, options=options))
     return tuple(found)

@@ -25,7 +25,7 @@ from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import ModelProto, load, save
 from quantkit.export.lower import lower
 from quantkit.export.rotary import context_of
-from quantkit.export.targets import TARGETS
+from quantkit.export.targets import TARGETS, format_on
 from quantkit.export.trace import trace
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
@@ -110,11 +110,12 @@ def write_model(
     `original` is the folder of the source: only a model that must be traced needs it. `formats` are those of
     projections whose format is not the scheme's; `losses` is filled with what each pack lost.
     """
-    scheme, kind = SCHEMES[scheme_name], kind_of(model_map)
+    scheme, kind, target = SCHEMES[scheme_name], kind_of(model_map), TARGETS[target_name]
+    wanted = {**formats_of(model_map, scheme), **(formats or {})}
     contents = contents_of(
         model_map,
         plan,
-        {**formats_of(model_map, scheme), **(formats or {})},
+        {name: format_on(target, each) for name, each in wanted.items()},
         table_grid=scheme.head.grid,
         packs_attention=kind != "traced",
         adds_biases=adds_biases,
@@ -136,7 +137,7 @@ def write_model(
         describe(model_map, plan, contents, scheme_name, fit),
     )
     graph_options: dict[str, Any] = {
-        "target": TARGETS[target_name],
+        "target": target,
         "metadata": {
             "max_positions": context_of(model_map),
             "scheme": scheme_name,
@@ -162,7 +163,7 @@ def write_model(
         kind=kind,
         paths=paths,
         contents=contents,
-        placement=check_models(paths, plan),
+        placement=check_models(paths, plan, target),
         planned_bytes=planned_bytes(contents.tensors()),
         bytes_per_token=bytes_per_token(contents),
     )

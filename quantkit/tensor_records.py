@@ -224,7 +224,9 @@ def contents_of(
     for table in model_map.embeddings:
         holder = holders.get(table.name)
         # A table that no projection reads follows the same rule, as long as anything is quantized at all.
+        # One that a float head reads stays as that head needs it.
         is_large = max(table.num_rows, table.num_columns) >= plan.min_dim and bool(planned)
+        is_large = is_large and table.name not in {pack.table for pack in packs}
         tables.append(
             TableEntry(
                 table=table,

@@ -18,7 +18,7 @@ from quantkit.errors import InputError
 from quantkit.measurements import LayerLoss, Loss, SearchResult
 from quantkit.measuring import Subject, measure
 from quantkit.opening import Opened
-from quantkit.preparation import Job, Prepared, planned
+from quantkit.preparation import Job, Prepared, held_back, planned, tokens_for
 from quantkit.quantizers import PLAIN
 from quantkit.quantizers.losses import Sums
 from quantkit.recipe import Budget, Recipe, override
@@ -137,7 +137,12 @@ def write_within_budget(
             break
         tightened = min(tightened, promised) / share * MARGIN
     shutil.rmtree(trials, ignore_errors=True)
-    decided = {"layers": dict(written.recipe.layers), "budget": Budget().model_dump()}
+    left_out = held_back(len(tokens_for(job, prepared.model_map)))
+    decided = {
+        "layers": dict(written.recipe.layers),
+        "budget": Budget().model_dump(),
+        "calibration.leave_out": left_out,
+    }
     recipe = override(job.recipe, decided)
     return replace(
         written,

@@ -112,6 +112,14 @@ def test_untied_tables_are_stored_beside_the_head():
     assert stored["lm_head.codes"] == stored["model.embed_tokens.codes"] == ("U8", (61, 1, 32))
 
 
+def test_a_table_that_a_float_head_reads_stays_float():
+    made = contents(map_of("gpt2"), exclude=("lm_head",))
+    stored = shapes(made)
+    assert stored["transformer.wte.weight"] == ("F32", (61, 32))
+    assert stored["transformer.wpe.codes"][0] == "U8", "the other table follows the rule"
+    assert not any(name.startswith("lm_head") for name in stored)
+
+
 def test_per_channel_codes_are_stored_transposed():
     stored = shapes(contents(map_of("llama"), formats=Format(grid=Grid(), activations="tensor")))
     name = "model.layers.0.mlp.down_proj"

@@ -1,4 +1,4 @@
-"""What was planned must be what was done: the written file is read again and held against the plan.
+"""What was planned must be what was done: the written file is read again and held against plan and target.
 
 A projection counts as done when a node with an integer operator computes it, reading integer weights of its
 size. Tools that report what they *meant* to quantize leave the largest matrix of a model in float unnoticed.
@@ -16,6 +16,8 @@ import onnx
 
 from quantkit.errors import InputError
 from quantkit.export.graph import METADATA_KEY
+from quantkit.export.promises import require_promises
+from quantkit.export.targets import Target
 from quantkit.records import Plan
 
 # Integer operator -> which input holds its integer weights.
@@ -35,8 +37,11 @@ class Placement:
     ir_version: int
 
 
-def check_models(paths: Sequence[Path], plan: Plan) -> Placement:
-    """Read the files back, without external weights; a planned projection in none of them is an error."""
+def check_models(paths: Sequence[Path], plan: Plan, target: Target | None = None) -> Placement:
+    """Read the files back, without external weights: a planned projection in none of them is an error.
+
+    So is whatever the target does not promise.
+    """
     sizes = {layer.name: layer.in_features * layer.out_features for layer in plan.layers}
     done: set[str] = set()
     operators: dict[str, int] = {}
@@ -44,6 +49,8 @@ def check_models(paths: Sequence[Path], plan: Plan) -> Placement:
     opset = ir_version = 0
     for path in paths:
         model = onnx.load(str(path), load_external_data=False)
+        if target is not None:
+            require_promises(path, model, target)
         num_nodes += len(model.graph.node)
         opset = max(opset, *(entry.version for entry in model.opset_import if not entry.domain))
         ir_version = max(ir_version, model.ir_version)

@@ -1,27 +1,87 @@
-"""What an exported file promises to whoever runs it: one row for each target."""
+"""What an exported file promises to whoever runs it: one row for each target.
+
+The promises are data, so that the written file can be held against them before anything runs it. A target may
+also ask for a coarser grid: x86 processors without VNNI multiply bytes with VPMADDUBSW, which adds the
+products of two neighbours in 16 bits and cuts off what does not fit. 2 x 255 x 127 = 64770 does not, while
+2 x 255 x 64 = 32640 does: weights of 7 bits come out right in whatever order a kernel pairs them. Products over
+blocks need no such cure; in onnxruntime 1.31 they are exact without VNNI too (tests/test_saturation.py).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from quantkit.schemes import Format
+
+# Operators that onnxruntime knows and the standard does not; the empty domain is the standard one's.
+FUSED = frozenset(
+    {
+        "::SimplifiedLayerNormalization",
+        "com.microsoft::DynamicQuantizeMatMul",
+        "com.microsoft::FastGelu",
+        "com.microsoft::Gelu",
+        "com.microsoft::GroupQueryAttention",
+        "com.microsoft::MatMulIntegerToFloat",
+        "com.microsoft::MatMulNBits",
+        "com.microsoft::MultiHeadAttention",
+        "com.microsoft::QuickGelu",
+        "com.microsoft::RotaryEmbedding",
+        "com.microsoft::SkipLayerNormalization",
+        "com.microsoft::SkipSimplifiedLayerNormalization",
+    }
+)
+# As ONNX names element types.
+CPU_TYPES = frozenset(
+    {"FLOAT", "DOUBLE", "BOOL", "INT8", "UINT8", "INT16", "UINT16", "INT32", "UINT32", "INT64", "UINT64"}
+)
+X86 = ("x86_64", "AMD64")
+ARM = ("aarch64", "arm64", "ARM64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
     """A profile of the file."""
 
-    opset: int  # of the standard operators
+    opset: int  # the newest of the standard operators
     ir_version: int
     domains: tuple[str, ...]  # operator sets besides the standard one
     description: str
+    fused_operators: frozenset[str] = FUSED  # "domain::Name" of all that are not of the standard
+    standard_operators: frozenset[str] | None = None  # of the standard these alone; None: all of its opset
+    element_types: frozenset[str] = CPU_TYPES
+    is_static: bool = False  # every size of every input and output is a number
+    channel_bits: int = 8  # of weights with one scale a row, stored in bytes
+    machines: tuple[str, ...] = ()  # as platform.machine() names them; empty: any
 
 
+CPU_VNNI = Target(
+    opset=21,
+    ir_version=10,
+    domains=("com.microsoft",),
+    description="onnxruntime 1.23 or newer on a CPU with VNNI: fused operators, float32 between them",
+    machines=X86,
+)
 TARGETS: dict[str, Target] = {
-    "cpu": Target(
-        opset=21,
-        ir_version=10,
-        domains=("com.microsoft",),
-        description="onnxruntime 1.23 or newer on a CPU: fused operators, float32 between them",
+    "cpu": CPU_VNNI,  # the same under its short name
+    "cpu-vnni": CPU_VNNI,
+    "cpu-avx2": replace(
+        CPU_VNNI,
+        description="the same on any x86 CPU: weights with one scale a row have 7 bits, blocks keep their 8",
+        channel_bits=7,
+    ),
+    "cpu-arm": replace(
+        CPU_VNNI,
+        description="the same on a 64-bit Arm CPU: signed bytes on both sides of every product over blocks",
+        machines=ARM,
     ),
 }
 DEFAULT_TARGET = "cpu"
 EXTERNAL_FROM_BYTES = 64 << 20  # above this, weights lie in a file beside the graph
+
+
+def format_on(target: Target, wanted: Format) -> Format:
+    """A projection's format as the target computes it rightly: rows that share one scale may need fewer bits."""
+    grid = wanted.grid
+    if grid.block is not None or grid.bits <= target.channel_bits:
+        return wanted
+    return replace(wanted, grid=replace(grid, bits=target.channel_bits))

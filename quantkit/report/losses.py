@@ -65,6 +65,8 @@ def _chosen(search: Json) -> str:
 def loss_alarms(document: Json) -> Iterable[str]:
     """A budget that could not be held."""
     search = document.get("search")
+    if search and search["holds"] and not document["projections"]["quantized"]:
+        yield "NOTHING QUANTIZED: only the model as it was holds this budget"
     if search and not search["holds"]:
         verdict = search["verdicts"][-1]
         yield (
@@ -135,8 +137,7 @@ def _beside(each: Json, key: str) -> str:
 
 
 def _candidates(search: Json) -> Table:
-    is_size = search["prefer"] == "size"
-    numeric = ("MB" if is_size else "us/token", "perplexity", "KL", "same top-1", "KL expected")
+    numeric = ("MB", "us/token", "perplexity", "KL", "same top-1", "KL expected")
     chosen = search["chosen"]["choices"]
     rows = []
     for each in sorted(search["candidates"], key=lambda each: each["cost"]):
@@ -144,7 +145,8 @@ def _candidates(search: Json) -> Table:
         rows.append(
             (
                 f"{each['label']}{' <- chosen' if each['choices'] == chosen else ''}",
-                megabytes(each["cost"]) if is_size else figures(each["cost"]),
+                megabytes(each["num_bytes"]),
+                figures(each["microseconds"]) if "microseconds" in each else "-",
                 f"{loss['ppl_increase']:+.2%}",
                 f"{loss['kl_divergence']:.3g}",
                 f"{loss['top1_agreement']:.2%}",

@@ -47,7 +47,10 @@ class Provider:
     plugin_module: str | None = None
     # what a session must pass it, e.g. which of its backends
     session_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # the same for the wheels that hold it built in
+    wheel_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     emulates_on_cpu: bool = False  # a device of type CPU then means emulation, not the real thing
+    keeps_memory_pattern: bool = True  # False: it forbids onnxruntime's plan of buffers made ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,7 @@ PROVIDERS: dict[str, Provider] = {
             needs="Windows 10 or later and a DirectX 12 device; no memory pattern, sequential execution",
             install="pip uninstall -y onnxruntime && pip install onnxruntime-directml",
             platforms=("win32",),
+            keeps_memory_pattern=False,
         ),
         Provider(
             name="coreml",
@@ -140,6 +144,7 @@ PROVIDERS: dict[str, Provider] = {
             needs="an Intel CPU, GPU or NPU; the NPU needs static shapes and symmetric weights",
             install="pip install 'quantkit-onnx[openvino]'",
             platforms=("linux", "win32"),
+            wheel_options={"device_type": "CPU"},  # onnxruntime-openvino lists no devices to choose from
         ),
         Provider(
             name="qnn",
@@ -197,6 +202,41 @@ def available_providers() -> tuple[ProviderStatus, ...]:
             ProviderStatus(name=name, usable=False, installed=False, why_not=reason) for name in PROVIDERS
         )
     return tuple(_status(provider, onnxruntime, built_in) for provider in PROVIDERS.values())
+
+
+def provider_status(name: str) -> ProviderStatus:
+    """The status of one row alone, so that no other vendor's library is loaded."""
+    try:
+        import onnxruntime  # noqa: PLC0415 - heavy
+
+        return _status(PROVIDERS[name], onnxruntime, tuple(onnxruntime.get_available_providers()))
+    except Exception as error:  # a damaged wheel can fail in any way
+        return ProviderStatus(name=name, usable=False, installed=False, why_not=_one_line(error))
+
+
+def open_on(provider: Provider, path: str, options: Any) -> Any:  # noqa: ANN401 - both are onnxruntime's own
+    """A session on one provider; what it does not take falls to the CPU, as onnxruntime does it."""
+    import onnxruntime  # noqa: PLC0415 - heavy
+
+    options.enable_mem_pattern = provider.keeps_memory_pattern
+    if provider.source == "plugin" and _installed_version(provider) is not None:
+        options.add_provider_for_devices([chosen_device(provider)], dict(provider.session_options))
+        return onnxruntime.InferenceSession(path, options)
+    chosen = [(provider.onnxruntime_name, dict(provider.wheel_options))]
+    session = onnxruntime.InferenceSession(path, options, providers=chosen, enable_fallback=0)
+    if provider.onnxruntime_name not in session.get_providers():
+        raise RuntimeError(f"a session drops it for the CPU; it needs: {provider.needs}")
+    return session
+
+
+def chosen_device(provider: Provider) -> Any:  # noqa: ANN401 - an untyped OrtEpDevice
+    """The plugin's device of the kind that it is for, or else its first."""
+    devices = plugin_devices(provider)
+    if not devices:
+        raise RuntimeError(f"it finds no device; it needs: {provider.needs}")
+    return next(
+        (each for each in devices if each.device.type.name.lower() == provider.device_kind), devices[0]
+    )
 
 
 def plugin_devices(provider: Provider) -> list[Any]:
