@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.measurements import ShapeTime
@@ -24,6 +25,7 @@ from quantkit.schemes import AUTO, DEFAULT_SCHEMES, SCHEMES
 from quantkit.sizing import with_measured_sizes
 from quantkit.stages import kind_of
 from quantkit.tensor_records import formats_of
+from quantkit.transforms.smoothquant import smoothable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,8 @@ def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = 
         recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind]})
     if recipe.fit == AUTO:
         recipe = override(recipe, {"fit": default_fit(recipe)})
+    if recipe.transforms == AUTO:
+        recipe = override(recipe, default_transforms(recipe, model_map, kind))
     times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
     if recipe.select.min_dim == AUTO:
@@ -88,6 +92,12 @@ def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = 
         shape_times=times,
         notes=notes,
     )
+
+
+def default_transforms(recipe: Recipe, model_map: ModelMap, kind: str) -> dict[str, Any]:
+    """Outlier channels spoil the scales of whole blocks, and looking for them takes a second or two."""
+    is_smoothed = kind == "decoder" and not recipe.random_weights and bool(smoothable(model_map))
+    return {"transforms": ["smoothquant"], "smoothing": "quick"} if is_smoothed else {"transforms": []}
 
 
 def default_fit(recipe: Recipe) -> str:

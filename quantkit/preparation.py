@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quantkit.calibrate import StatisticsFile, calibration_tokens, collect, context_length
+from quantkit.calibrate import StatisticsFile, calibration_tokens, collect, context_length, quick_peaks
 from quantkit.errors import InputError
 from quantkit.fake_quant import rounding_of
 from quantkit.grid import decode_all
@@ -29,7 +29,7 @@ from quantkit.model.load import Source
 from quantkit.model.rebuild import torch_model
 from quantkit.model.spaces import spaces_of
 from quantkit.model.tensors import TensorSource
-from quantkit.model.weight_source import make_fast_tokenizer
+from quantkit.model.weight_source import make_fast_tokenizer, tokenizer_files
 from quantkit.plan import check_patterns, choose
 from quantkit.quantizers import QUANTIZERS
 from quantkit.quantizers.apply import Evidences
@@ -39,7 +39,7 @@ from quantkit.records import Layer, ModelMap, Plan
 from quantkit.report.progress import Progress
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
 from quantkit.runtime.throughput import cache_folder
-from quantkit.schemes import FLOAT, Format, scheme
+from quantkit.schemes import AUTO, FLOAT, Format, scheme
 from quantkit.tensor_records import Evidence
 from quantkit.transforms import TRANSFORMS, Transform
 from quantkit.transforms.alpha import search_alpha
@@ -48,6 +48,7 @@ from quantkit.transforms.smoothquant import Rule, smoothable
 Ints = NDArray[np.int64]
 SEARCHED_ROWS = 256  # of a space's input, for the strength of smoothing
 BATCH = 4  # windows that run at once
+QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that only looks for outliers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +100,7 @@ def planned(recipe: Recipe, model_map: ModelMap, *, floats: Sequence[str] = ()) 
 
 def prepare(job: Job, model_map: ModelMap, weights: TensorSource) -> Prepared:
     """Transform, then collect what rounding wants."""
+    assert job.recipe.transforms != AUTO, "decided when the model was opened"
     unknown = [name for name in job.recipe.transforms if name not in TRANSFORMS]
     if unknown:
         raise InputError(f"'{unknown[0]}'", where="transforms", allowed=", ".join(TRANSFORMS))
@@ -155,7 +157,9 @@ def _transform(job: Job, made: Prepared, name: str, row: Transform, number: int)
     options: dict[str, Any] = {"seed": job.recipe.seed, "unties_head": job.recipe.unties_head}
     found: tuple[Smoothing, ...] = ()
     unused = made.unused
-    if row.needs:
+    if name == "smoothquant" and job.recipe.smoothing == "quick":
+        options["statistics"] = _quick_statistics(job, made)
+    elif row.needs:
         matrices = {layer.matrix for layer in made.model_map.layers if layer.name in job.planned}
         wanted = dict.fromkeys(matrices, frozenset({*row.needs, "sample"}))
         seen = _calibrate(job, made, wanted, f"{number}-{name}")
@@ -171,6 +175,17 @@ def _transform(job: Job, made: Prepared, name: str, row: Transform, number: int)
         smoothing=(*made.smoothing, *found),
         unused=unused,
     )
+
+
+def _quick_statistics(job: Job, made: Prepared) -> dict[str, NDArray[Any]]:
+    """Peaks of one pass over a few windows; only one block's weights are in memory at a time."""
+    tokens = tokens_for(job, made.model_map, windows=QUICK_WINDOWS, length=QUICK_LENGTH)
+    matrices = {layer.matrix for layer in made.model_map.layers if layer.name in job.planned}
+    with job.progress.stage("outliers", total=int(tokens.size), unit="tokens") as count:
+        module = torch_model(job.source, made.model_map, made.weights, streams=True)
+        peaks = quick_peaks(module, made.model_map, tokens, matrices)
+        count(int(tokens.size))
+    return dict(peaks)
 
 
 def _strengths(job: Job, made: Prepared, name: str, row: Transform, seen: StatisticsFile) -> dict[str, Any]:
@@ -283,20 +298,26 @@ def held_back(num_windows: int) -> int:
     return max(1, num_windows // 4)
 
 
-def tokens_for(job: Job, model_map: ModelMap) -> Ints:
+def tokens_for(
+    job: Job, model_map: ModelMap, *, windows: int | None = None, length: int | None = None
+) -> Ints:
     """The calibration windows; random ids for random weights, which no text fits."""
     wanted = job.recipe.calibration
     context = context_length(model_map)
-    length = wanted.length if context is None else min(wanted.length, context)
+    length = length or wanted.length
+    length = length if context is None else min(length, context)
+    windows = windows or wanted.windows
     vocab_size = model_map.vocab_size or 0
-    if job.recipe.random_weights:
-        return np.random.default_rng(wanted.seed).integers(0, vocab_size, (wanted.windows, length))
+    has_text = job.source.folder is not None and bool(tokenizer_files(job.source))
+    is_quick = job.recipe.smoothing == "quick" and not wanted.text and not has_text
+    if job.recipe.random_weights or is_quick:
+        return np.random.default_rng(wanted.seed).integers(0, vocab_size, (windows, length))
     with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
         return calibration_tokens(
             encode=_encoder(job.source, Path(made)),
             vocab_size=vocab_size,
             source=Path(wanted.text).expanduser() if wanted.text else None,
-            num_windows=wanted.windows,
+            num_windows=windows,
             length=length,
             context=context,
             seed=wanted.seed,

@@ -91,8 +91,13 @@ class Recipe(BaseModel):
     layers: dict[str, str] = Field(
         default={}, description="a role or a glob on names -> a scheme of its own, or 'float'"
     )
-    transforms: list[str] = Field(
-        default=[], description="applied in this order before the weights are fitted"
+    transforms: list[str] | Literal["auto"] = Field(
+        default="auto",
+        description="applied in this order before the weights are fitted; 'auto' smooths decoders quickly",
+    )
+    smoothing: Literal["searched", "quick"] = Field(
+        default="searched",
+        description="strengths by trying on calibration text, or one from the peaks of a few windows",
     )
     unties_head: bool = Field(
         default=False, description="let a transform store a tied head apart from its table, where it must"

@@ -21,6 +21,7 @@ from quantkit.report.tables import Page, print_page, to_markdown
 from quantkit.schemes import AUTO
 
 FORMATS = ("table", "markdown", "json", "csv")
+NO_TRANSFORM = "none"
 LEAST = {"--batch": 1, "--seq": 1, "--past": 0}
 
 
@@ -125,6 +126,8 @@ def quantize(
 
     min_dim = changes.get("select.min_dim")
     typed = {**changes, "model": model, "select.min_dim": _min_dim(min_dim) if min_dim else None}
+    if typed.get("transforms") == [NO_TRANSFORM]:
+        typed["transforms"] = []
     typed["layers"] = dict(_layer(each) for each in layers) if layers else None
     typed["budget.max_ppl_increase"] = _share(max_ppl_increase) if max_ppl_increase else None
     if not measures:

@@ -5,6 +5,7 @@ statistics, `read_evidence` reads them back one matrix at a time.
 """
 
 from quantkit.calibrate.passes import collect
+from quantkit.calibrate.quick import quick_peaks
 from quantkit.calibrate.running import WANTS
 from quantkit.calibrate.store import StatisticsFile, open_statistics, read_evidence
 from quantkit.calibrate.tokens import calibration_tokens, context_length
@@ -16,5 +17,6 @@ __all__ = [
     "collect",
     "context_length",
     "open_statistics",
+    "quick_peaks",
     "read_evidence",
 ]

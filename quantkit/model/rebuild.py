@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from quantkit.model.load import Source, make_config, make_model
 from quantkit.model.places import checkpoint_name
 from quantkit.model.tensors import TensorSource
 from quantkit.model.weight_source import tokenizer_files
-from quantkit.records import ModelMap, NormKind
+from quantkit.records import ModelMap, NormKind, Role
 
 CHUNK_VALUES = 1 << 22
 
@@ -47,9 +47,18 @@ class RootMeanSquareNorm(nn.Module):
 
 
 def torch_model(
-    source: Source, model_map: ModelMap, tensors: TensorSource, dtype: torch.dtype = torch.float32
+    source: Source,
+    model_map: ModelMap,
+    tensors: TensorSource,
+    dtype: torch.dtype = torch.float32,
+    *,
+    streams: bool = False,
 ) -> nn.Module:
-    """The module that the map describes, in evaluation mode, with these weights."""
+    """The module that the map describes, in evaluation mode, with these weights.
+
+    One that `streams` holds the weights of one block at a time, read as it is entered and dropped as it is
+    left, and none of a head that shares no table: enough to look at what every projection reads.
+    """
     config = make_config(source)
     config.dtype = dtype
     config.use_cache = False
@@ -67,6 +76,9 @@ def torch_model(
     for path, parameter in module.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(path)
     preferred = _names_in_use(model_map)
+    waiting: dict[str, list[tuple[str, str]]] = {}  # block -> (path, name) of what it reads when entered
+    blocks = [modules[block.name] for block in model_map.blocks] if streams else []
+    heads = [f"{layer.matrix}.weight" for layer in model_map.layers if layer.role is Role.LM_HEAD]
     for paths in shared.values():
         names = sorted((checkpoint_name(path, family) for path in paths), key=lambda n: n not in preferred)
         found = next((name for name in names if tensors.has(name)), None)
@@ -76,13 +88,38 @@ def torch_model(
                 where=model_map.name,
                 next_step="copy or download the checkpoint again; config.json asks for this tensor",
             )
-        made = nn.Parameter(
-            _filled(tensors, found, module.get_parameter(paths[0]), dtype), requires_grad=False
-        )
-        for path in paths:
-            parent, _, leaf = path.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, made)
+        inside = [block for block in blocks if all(path.startswith(f"{block}.") for path in paths)]
+        if inside:
+            waiting.setdefault(inside[0], []).extend((path, found) for path in paths)
+        elif not (streams and found in heads):
+            _put(module, paths, _filled(tensors, found, module.get_parameter(paths[0]), dtype))
+    for block, parts in waiting.items():
+        _fill_on_entry(module, block, parts, tensors, dtype)
     return module.eval()
+
+
+def _put(module: nn.Module, paths: Sequence[str], values: Tensor) -> None:
+    made = nn.Parameter(values, requires_grad=False)
+    for path in paths:
+        parent, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, made)
+
+
+def _fill_on_entry(
+    module: nn.Module, block: str, parts: Sequence[tuple[str, str]], tensors: TensorSource, dtype: torch.dtype
+) -> None:
+    shapes = {path: module.get_parameter(path) for path, _ in parts}
+
+    def enter(*_: object) -> None:
+        for path, name in parts:
+            _put(module, [path], _filled(tensors, name, shapes[path], dtype))
+
+    def leave(*_: object) -> None:
+        for path, empty in shapes.items():
+            _put(module, [path], empty)
+
+    module.get_submodule(block).register_forward_pre_hook(enter)
+    module.get_submodule(block).register_forward_hook(leave)
 
 
 def write_folder(source: Source, model_map: ModelMap, tensors: TensorSource, folder: Path) -> Source:
