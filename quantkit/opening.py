@@ -23,8 +23,8 @@ from quantkit.records import ModelMap, Plan
 from quantkit.report.progress import Progress
 from quantkit.schemes import AUTO, DEFAULT_SCHEMES, SCHEMES
 from quantkit.sizing import with_measured_sizes
-from quantkit.stages import kind_of
-from quantkit.tensor_records import formats_of
+from quantkit.stages import kind_of, require_tensors
+from quantkit.tensor_records import contents_of, formats_of
 from quantkit.transforms.smoothquant import smoothable
 
 
@@ -81,6 +81,8 @@ def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = 
             next_step="leave the budget out, and look at the similarity that the report gives",
         )
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
+    formats = formats_of(model_map, SCHEMES[recipe.scheme], recipe.layers)
+    require_tensors(contents_of(model_map, plan, formats), weights, name)
     if recipe.measure.accuracy:
         read_text(recipe.measure)  # a text that cannot be read is better said now than after the work
     return Opened(

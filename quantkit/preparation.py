@@ -29,7 +29,7 @@ from quantkit.model.load import Source
 from quantkit.model.rebuild import torch_model
 from quantkit.model.spaces import spaces_of
 from quantkit.model.tensors import TensorSource
-from quantkit.model.weight_source import make_fast_tokenizer, tokenizer_files
+from quantkit.model.weight_source import make_fast_tokenizer
 from quantkit.plan import check_patterns, choose
 from quantkit.quantizers import QUANTIZERS
 from quantkit.quantizers.apply import Evidences
@@ -156,9 +156,9 @@ def _read(seen: StatisticsFile, layer: Layer) -> Evidence | None:
 def _transform(job: Job, made: Prepared, name: str, row: Transform, number: int) -> Prepared:
     options: dict[str, Any] = {"seed": job.recipe.seed, "unties_head": job.recipe.unties_head}
     found: tuple[Smoothing, ...] = ()
-    unused = made.unused
+    unused, notes = made.unused, made.notes
     if name == "smoothquant" and job.recipe.smoothing == "quick":
-        options["statistics"] = _quick_statistics(job, made)
+        options["statistics"], notes = _quick_statistics(job, made)
     elif row.needs:
         matrices = {layer.matrix for layer in made.model_map.layers if layer.name in job.planned}
         wanted = dict.fromkeys(matrices, frozenset({*row.needs, "sample"}))
@@ -174,18 +174,28 @@ def _transform(job: Job, made: Prepared, name: str, row: Transform, number: int)
         weights=weights,
         smoothing=(*made.smoothing, *found),
         unused=unused,
+        notes=notes,
     )
 
 
-def _quick_statistics(job: Job, made: Prepared) -> dict[str, NDArray[Any]]:
-    """Peaks of one pass over a few windows; only one block's weights are in memory at a time."""
-    tokens = tokens_for(job, made.model_map, windows=QUICK_WINDOWS, length=QUICK_LENGTH)
-    matrices = {layer.matrix for layer in made.model_map.layers if layer.name in job.planned}
+def _quick_statistics(job: Job, made: Prepared) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    """(peaks of one pass over a few windows, notes); one block's weights are in memory at a time."""
+    model_map, notes = made.model_map, made.notes
+    context = context_length(model_map) or QUICK_LENGTH
+    size = {"windows": QUICK_WINDOWS, "length": min(QUICK_LENGTH, context)}
+    try:
+        tokens = tokens_for(job, model_map, **size)
+    except InputError as error:
+        if job.recipe.calibration.text:
+            raise
+        tokens = random_tokens(job, model_map, **size)
+        notes = (*notes, f"outliers were looked for on random tokens: {error}")
+    matrices = {layer.matrix for layer in model_map.layers if layer.name in job.planned}
     with job.progress.stage("outliers", total=int(tokens.size), unit="tokens") as count:
-        module = torch_model(job.source, made.model_map, made.weights, streams=True)
-        peaks = quick_peaks(module, made.model_map, tokens, matrices)
+        module = torch_model(job.source, model_map, made.weights, streams=True)
+        peaks = quick_peaks(module, model_map, tokens, matrices)
         count(int(tokens.size))
-    return dict(peaks)
+    return dict(peaks), notes
 
 
 def _strengths(job: Job, made: Prepared, name: str, row: Transform, seen: StatisticsFile) -> dict[str, Any]:
@@ -308,10 +318,8 @@ def tokens_for(
     length = length if context is None else min(length, context)
     windows = windows or wanted.windows
     vocab_size = model_map.vocab_size or 0
-    has_text = job.source.folder is not None and bool(tokenizer_files(job.source))
-    is_quick = job.recipe.smoothing == "quick" and not wanted.text and not has_text
-    if job.recipe.random_weights or is_quick:
-        return np.random.default_rng(wanted.seed).integers(0, vocab_size, (windows, length))
+    if job.recipe.random_weights:
+        return random_tokens(job, model_map, windows=windows, length=length)
     with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
         return calibration_tokens(
             encode=_encoder(job.source, Path(made)),
@@ -322,6 +330,12 @@ def tokens_for(
             context=context,
             seed=wanted.seed,
         )
+
+
+def random_tokens(job: Job, model_map: ModelMap, *, windows: int, length: int) -> Ints:
+    """Ids of no text."""
+    chances = np.random.default_rng(job.recipe.calibration.seed)
+    return chances.integers(0, model_map.vocab_size or 1, (windows, length))
 
 
 def _encoder(source: Source, made: Path) -> Callable[[str], list[int]]:
