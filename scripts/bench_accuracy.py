@@ -25,29 +25,31 @@ from quantkit.report.quantization import report_json
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 SMOOTH = {"transforms": ["smoothquant"]}
+PLAIN = {"transforms": []}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "INT8, default": {},
-    "INT8 block 64": {"scheme": "int8_block64"},
-    "INT8 block 32": {"scheme": "int8_block32"},
-    "INT8 block 16": {"scheme": "int8_block16"},
+    "INT8 block 128, rounded": {"scheme": "int8_block128", **PLAIN},
+    "INT8 block 64": {"scheme": "int8_block64", **PLAIN},
+    "INT8 block 32": {"scheme": "int8_block32", **PLAIN},
+    "INT8 block 16": {"scheme": "int8_block16", **PLAIN},
     "INT8 block 128, smoothed": {"scheme": "int8_block128", **SMOOTH},
-    "INT8 channel, by tensor": {"scheme": "int8_channel"},
+    "INT8 channel, by tensor": {"scheme": "int8_channel", **PLAIN},
     "INT8 channel, by tensor, smoothed": {"scheme": "int8_channel", **SMOOTH},
-    "INT8 channel, by token": {"scheme": "int8_token"},
+    "INT8 channel, by token": {"scheme": "int8_token", **PLAIN},
     "INT8 channel, by token, smoothed": {"scheme": "int8_token", **SMOOTH},
-    "INT8 channel, static 16": {"scheme": "int8_static16"},
-    "INT8 channel, static 8": {"scheme": "int8_static8"},
+    "INT8 channel, static 16": {"scheme": "int8_static16", **PLAIN},
+    "INT8 channel, static 8": {"scheme": "int8_static8", **PLAIN},
     "INT8 channel, static 8, smoothed": {"scheme": "int8_static8", **SMOOTH},
-    "INT4 block 32, rounded": {"scheme": "int4_block32", "fit": "rtn"},
-    "INT4 block 32, mse": {"scheme": "int4_block32", "fit": "mse"},
-    "INT4 block 32, output": {"scheme": "int4_block32", "fit": "output"},
-    "INT4 block 32, GPTQ": {"scheme": "int4_block32", "fit": "gptq"},
-    "INT4 block 32, GPTQ, bias": {"scheme": "int4_block32", "fit": "gptq", "bias_correction": True},
+    "INT4 block 32, rounded": {"scheme": "int4_block32", "fit": "rtn", **PLAIN},
+    "INT4 block 32, mse": {"scheme": "int4_block32", "fit": "mse", **PLAIN},
+    "INT4 block 32, output": {"scheme": "int4_block32", "fit": "output", **PLAIN},
+    "INT4 block 32, GPTQ": {"scheme": "int4_block32", "fit": "gptq", **PLAIN},
+    "INT4 block 32, GPTQ, bias": {"scheme": "int4_block32", "fit": "gptq", "bias_correction": True, **PLAIN},
     "INT4 block 32, AWQ, GPTQ": {"scheme": "int4_block32", "fit": "gptq", "transforms": ["awq"]},
     "INT4 block 32, smoothed, GPTQ": {"scheme": "int4_block32", "fit": "gptq", **SMOOTH},
-    "INT4 block 32 zeros, GPTQ": {"scheme": "int4_block32_zeros", "fit": "gptq"},
-    "INT4 block 128, rounded": {"scheme": "int4_block128", "fit": "rtn"},
-    "INT4 block 128, GPTQ": {"scheme": "int4_block128", "fit": "gptq"},
+    "INT4 block 32 zeros, GPTQ": {"scheme": "int4_block32_zeros", "fit": "gptq", **PLAIN},
+    "INT4 block 128, rounded": {"scheme": "int4_block128", "fit": "rtn", **PLAIN},
+    "INT4 block 128, GPTQ": {"scheme": "int4_block128", "fit": "gptq", **PLAIN},
     "budget: +0.5%, size": {"budget.max_ppl_increase": 0.005},
     "budget: KL 0.002, size": {"budget.max_kl": 0.002},
     "budget: KL 0.002, speed": {"budget.max_kl": 0.002, "budget.prefer": "speed"},
@@ -203,12 +205,16 @@ def main() -> int:
             "measure.text": arguments.text,
             "calibration.text": arguments.calibration_text,
         }
+        stored = FOLDER / f"accuracy-{name}.json"
         reports: dict[str, Any] = {}
+        if arguments.only and stored.exists():  # measured before, and kept beside what is measured now
+            reports = json.loads(stored.read_text(encoding="utf-8"))
         for label in arguments.only or CONFIGURATIONS:
             recipe = override(Recipe(), {**common, **CONFIGURATIONS[label]})
             finished = run(recipe, output=Path(made) / "out", force=True)
             reports[label] = report_json(finished.report)
             print(" | ".join(row_of(label, reports[label])), flush=True)
+    reports = {label: reports[label] for label in CONFIGURATIONS if label in reports}
     text = page_of(name, reports)
     (FOLDER / f"accuracy-{name}.md").write_text(text, encoding="utf-8")
     kept = {label: {**report, "layer_losses": None} for label, report in reports.items()}

@@ -73,7 +73,7 @@ SYSTEMS: dict[str, System] = {
             kinds=BOTH,
             is_fresh=True,
         )
-        for scheme in ("int8_block32", "int8_block128", "int8_channel", "int8_token")
+        for scheme in ("int8_block32", "int8_block64", "int8_block128", "int8_channel", "int8_token")
     },
     "optimum-int8": System(
         label="optimum avx512_vnni dynamic INT8",
