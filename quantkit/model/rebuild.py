@@ -57,7 +57,7 @@ def torch_model(
     """The module that the map describes, in evaluation mode, with these weights.
 
     One that `streams` holds the weights of one block at a time, read as it is entered and dropped as it is
-    left, and none of a head that shares no table: enough to look at what every projection reads.
+    left, of a table the rows that are asked for, and nothing of a head: enough to see what projections read.
     """
     config = make_config(source)
     config.dtype = dtype
@@ -79,6 +79,7 @@ def torch_model(
     waiting: dict[str, list[tuple[str, str]]] = {}  # block -> (path, name) of what it reads when entered
     blocks = [modules[block.name] for block in model_map.blocks] if streams else []
     heads = [f"{layer.matrix}.weight" for layer in model_map.layers if layer.role is Role.LM_HEAD]
+    tables = [f"{table.name}.weight" for table in model_map.embeddings]
     for paths in shared.values():
         names = sorted((checkpoint_name(path, family) for path in paths), key=lambda n: n not in preferred)
         found = next((name for name in names if tensors.has(name)), None)
@@ -91,6 +92,8 @@ def torch_model(
         inside = [block for block in blocks if all(path.startswith(f"{block}.") for path in paths)]
         if inside:
             waiting.setdefault(inside[0], []).extend((path, found) for path in paths)
+        elif streams and found in tables and _is_plain_table(module, paths[0]):
+            _look_up(module.get_submodule(paths[0].rpartition(".")[0]), tensors, found, dtype)
         elif not (streams and found in heads):
             _put(module, paths, _filled(tensors, found, module.get_parameter(paths[0]), dtype))
     for block, parts in waiting.items():
@@ -103,6 +106,22 @@ def _put(module: nn.Module, paths: Sequence[str], values: Tensor) -> None:
     for path in paths:
         parent, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(parent), leaf, made)
+
+
+def _is_plain_table(module: nn.Module, path: str) -> bool:
+    """Whether a lookup is all that it does: some classes scale, or move the ids."""
+    return type(module.get_submodule(path.rpartition(".")[0])) is nn.Embedding
+
+
+def _look_up(embedding: nn.Module, tensors: TensorSource, name: str, dtype: torch.dtype) -> None:
+    """Let a plain embedding read its rows from the source."""
+
+    def rows(ids: Tensor) -> Tensor:
+        unique, places = torch.unique(ids, return_inverse=True)
+        read = [torch.from_numpy(tensors.read(name, int(each), 1)) for each in unique]
+        return torch.cat(read).to(dtype)[places]
+
+    embedding.forward = rows
 
 
 def _fill_on_entry(
