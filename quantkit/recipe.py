@@ -110,7 +110,7 @@ class Recipe(BaseModel):
     cache: Literal["float32", "int8"] = Field(
         default="float32", description="what keys and values are kept as; int8 suits long contexts"
     )
-    target: Literal["cpu", "cpu-vnni", "cpu-avx2", "cpu-arm"] = Field(
+    target: Literal["cpu", "cpu-vnni", "cpu-avx2", "cpu-arm", "gpu"] = Field(
         default="cpu", description="who runs the file; cpu is cpu-vnni"
     )
     single_file_mb: int = Field(

@@ -23,9 +23,10 @@ from quantkit.export.emit import emit_decoder, why_not
 from quantkit.export.emit_encoder import emit_encoder, why_not_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import ModelProto, load, save
+from quantkit.export.half import to_half
 from quantkit.export.lower import lower
 from quantkit.export.rotary import context_of
-from quantkit.export.targets import TARGETS, format_on
+from quantkit.export.targets import DEFAULT_TARGET, TARGETS, format_on
 from quantkit.export.trace import trace
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
@@ -111,6 +112,12 @@ def write_model(
     projections whose format is not the scheme's; `losses` is filled with what each pack lost.
     """
     scheme, kind, target = SCHEMES[scheme_name], kind_of(model_map), TARGETS[target_name]
+    if target.is_half and kind == "traced":
+        raise InputError(
+            f"{model_map.architecture} is traced, and only fused graphs are written in half precision",
+            where=f"--target {target_name}",
+            next_step="leave --target out",
+        )
     wanted = {**formats_of(model_map, scheme), **(formats or {})}
     contents = contents_of(
         model_map,
@@ -154,7 +161,7 @@ def write_model(
         graph_options["keeps_weights_outside"] = keeps_outside
         models = {MODEL_FILE: emit(model_map, contents, checkpoint, **graph_options)}
     for name, model in models.items():
-        save(model, folder / name)
+        save(to_half(model, folder) if target.is_half else model, folder / name)
     if not keeps_outside and not keeps_checkpoint:
         checkpoint.path.unlink()
     paths = tuple(folder / name for name in models)
@@ -203,7 +210,8 @@ def _traced(
 
 
 def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **options: Any) -> Exported:  # noqa: ANN401
-    """The same model with nothing quantized."""
+    """The same model with nothing quantized, in float32 whatever the target computes in."""
+    options["target_name"] = DEFAULT_TARGET
     plan = choose(model_map, min_dim=NOTHING)
     return write_model(model_map, plan, source, folder, **options)
 

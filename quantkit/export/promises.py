@@ -29,7 +29,7 @@ def require_promises(path: Path, model: onnx.ModelProto, target: Target) -> None
             f"the file breaks what its target promises: {'; '.join(faults[:MOST_NAMED])}{more}",
             where=str(path),
             allowed=target.description,
-            next_step="choose another --target, or --exclude the layer and report this architecture",
+            next_step="choose another --target or --scheme, or --exclude the layer",
         )
 
 
@@ -99,8 +99,10 @@ def layer_of(node: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> str:
     waiting, seen = [node], {id(node)}
     while waiting:
         current = waiting.pop(0)
-        for label in (current.name, *current.input):
-            if layer := _layer_in(label):
+        if current.name and not current.name.startswith(f"{current.op_type}_"):  # a name of its own
+            return _module_in(current.name)
+        for label in current.input:
+            if "." in (layer := _module_in(label)):
                 return layer
         for name in current.input:
             maker = makers.get(name)
@@ -110,30 +112,12 @@ def layer_of(node: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> str:
     return "none"
 
 
-def _layer_in(label: str) -> str:
-    """The module that a name spells: "h.0.mlp/activation" and "/h.0/mlp/MatMul" both say one."""
+def _module_in(label: str) -> str:
+    """The module that a name spells: "h.0.mlp/activation" is in h.0.mlp, and "/h.0/mlp/MatMul" too."""
     if label.startswith("/"):  # a tracer's scope, the operator last
         return ".".join(label.strip("/").split("/")[:-1])
-    stem = label.split("/")[0].split("#")[0]
-    return stem if "." in stem else ""
+    return label.partition("/")[0].partition("#")[0]
 
 
 def _type_name(element_type: int) -> str:
     return str(TensorProto.DataType.Name(element_type))
-
-
-def data_files(path: Path) -> tuple[str, ...]:
-    """Names of the files that a graph keeps weights or a compiled context in, as it spells them."""
-    model = onnx.load(str(path), load_external_data=False)
-    found = {
-        entry.value
-        for tensor in model.graph.initializer
-        if tensor.data_location == TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    for node in model.graph.node:
-        facts = {attribute.name: attribute for attribute in node.attribute}
-        if node.op_type == "EPContext" and "embed_mode" in facts and facts["embed_mode"].i == 0:
-            found.add(facts["ep_cache_context"].s.decode())
-    return tuple(sorted(found))

@@ -3,8 +3,8 @@
 The promises are data, so that the written file can be held against them before anything runs it. A target may
 also ask for a coarser grid: x86 processors without VNNI multiply bytes with VPMADDUBSW, which adds the
 products of two neighbours in 16 bits and cuts off what does not fit. 2 x 255 x 127 = 64770 does not, while
-2 x 255 x 64 = 32640 does: weights of 7 bits come out right in whatever order a kernel pairs them. Products over
-blocks need no such cure; in onnxruntime 1.31 they are exact without VNNI too (tests/test_saturation.py).
+2 x 255 x 64 = 32640 does: weights of 7 bits come out right in whatever order a kernel pairs them. Products
+over blocks need no such cure: in onnxruntime 1.31 they are exact without VNNI too (tests/test_saturation.py).
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Target:
     standard_operators: frozenset[str] | None = None  # of the standard these alone; None: all of its opset
     element_types: frozenset[str] = CPU_TYPES
     is_static: bool = False  # every size of every input and output is a number
+    is_half: bool = False  # float16 where the others have float32; outputs but the cache stay float32
     channel_bits: int = 8  # of weights with one scale a row, stored in bytes
     machines: tuple[str, ...] = ()  # as platform.machine() names them; empty: any
 
@@ -74,13 +75,22 @@ TARGETS: dict[str, Target] = {
         description="the same on a 64-bit Arm CPU: signed bytes on both sides of every product over blocks",
         machines=ARM,
     ),
+    "gpu": replace(
+        CPU_VNNI,
+        description="onnxruntime on a GPU: fused operators with float16 between them, weights in blocks",
+        fused_operators=FUSED
+        - {"com.microsoft::DynamicQuantizeMatMul", "com.microsoft::MatMulIntegerToFloat"},
+        element_types=CPU_TYPES - {"DOUBLE"} | {"FLOAT16"},
+        is_half=True,
+        machines=(),
+    ),
 }
 DEFAULT_TARGET = "cpu"
 EXTERNAL_FROM_BYTES = 64 << 20  # above this, weights lie in a file beside the graph
 
 
 def format_on(target: Target, wanted: Format) -> Format:
-    """A projection's format as the target computes it rightly: rows that share one scale may need fewer bits."""
+    """A projection's format as the target computes it rightly: one scale a row may take fewer bits."""
     grid = wanted.grid
     if grid.block is not None or grid.bits <= target.channel_bits:
         return wanted

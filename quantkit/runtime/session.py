@@ -26,7 +26,11 @@ from quantkit.runtime.huge_pages import huge_pages
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 MODEL_FILE = "model.onnx"
-CACHE_TYPES: dict[str, Any] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
+CACHE_TYPES: dict[str, Any] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int8)": np.int8,
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +54,8 @@ def open_session(
     options.intra_op_num_threads = threads or read_cpu().num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # Without VNNI, products of u8 and s8 would saturate; this picks kernels that do not, and only there.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     if not path.exists():
         raise InputError(
             "no such file",

@@ -41,6 +41,7 @@ FLOORS = {
         "quantization",
         "rerun",
         "harness",
+        "packaging",
     ),
     5: ("requests", "cli"),
 }

@@ -1,0 +1,21 @@
+"""What `quantkit package` prints: where the package is and how a device runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quantkit.packaging import RUNS, pack
+
+
+def package(*, folder: Path, output: Path | None, force: bool, as_json: bool) -> str:
+    """Write it, and say what was written."""
+    packed = pack(folder, output, force=force)
+    if as_json:
+        document = {"package": str(packed.path), "kind": packed.kind, "bytes": packed.num_bytes}
+        return json.dumps({**document, "files": list(packed.files)}, indent=2)
+    size = f"{len(packed.files)} files, {packed.num_bytes / 1e6:.1f} MB"
+    return (
+        f"package: {packed.path} ({packed.kind}, {size})\n"
+        f"on the device: pip install onnxruntime tokenizers numpy; {RUNS[packed.kind]}"
+    )
