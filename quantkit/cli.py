@@ -5,10 +5,9 @@ Exit codes: 0 done, 1 a bar was missed or a check found a problem, 2 the input w
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,7 +15,6 @@ import quantkit
 from quantkit.errors import InputError
 
 WRONG_INPUT = 2
-FOUND_PROBLEM = 1
 MISSED = 1
 
 app = typer.Typer(
@@ -85,8 +83,7 @@ def inspect(
             changes=chosen,
             output_format="json" if as_json else output_format,
         )
-        if table:
-            typer.echo(table)
+        _finish(table)
         return
     text = requests.inspect(
         model=model,
@@ -101,8 +98,7 @@ def inspect(
         lists_all=lists_all,
         trust_remote_code=trust_remote_code,
     )
-    if text:
-        typer.echo(text, nl=not text.endswith("\n"))
+    _finish(text)
 
 
 @app.command()
@@ -124,7 +120,8 @@ def quantize(
         list[str] | None, typer.Option(help="PATTERN=SCHEME, or PATTERN=float, for some layers (repeatable)")
     ] = None,
     transform: Annotated[
-        list[str] | None, typer.Option(help="smoothquant, awq, hadamard, ... before rounding (repeatable)")
+        list[str] | None,
+        typer.Option(help="smoothquant, awq, hadamard, ... or none (repeatable)  [default: quick smoothing]"),
     ] = None,
     unties_head: Annotated[
         bool, typer.Option("--untie-head", help="let a transform store a tied head apart from its table")
@@ -153,7 +150,7 @@ def quantize(
     resumes: Annotated[
         bool, typer.Option("--resume/--no-resume", help="go on with what an interrupted run has left")
     ] = True,
-    target: Annotated[str | None, typer.Option(help="who runs the file  [default: cpu]")] = None,
+    target: Annotated[str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu  [default: cpu]")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="the folder to write  [default: MODEL-SCHEME]")
     ] = None,
@@ -214,10 +211,7 @@ def quantize(
         trust_remote_code=trust_remote_code,
         as_json=as_json,
     )
-    if printed:
-        typer.echo(printed)
-    if not holds:
-        raise typer.Exit(MISSED)
+    _finish(printed, holds)
 
 
 @app.command()
@@ -258,8 +252,7 @@ def report(
     from quantkit import requests  # noqa: PLC0415
 
     text = requests.report(folder=folder, output_format="json" if as_json else output_format)
-    if text:
-        typer.echo(text, nl=not text.endswith("\n"))
+    _finish(text)
 
 
 @app.command("eval")
@@ -291,8 +284,7 @@ def evaluate(
         },
         as_json=as_json,
     )
-    if printed:
-        typer.echo(printed)
+    _finish(printed)
 
 
 @app.command()
@@ -301,18 +293,25 @@ def bench(
     prompt: Annotated[int | None, typer.Option(help="tokens of the prompt  [default: 128]")] = None,
     decode: Annotated[int | None, typer.Option(help="tokens after it  [default: 32]")] = None,
     threads: Annotated[int | None, typer.Option(help="threads to time with  [default: all cores]")] = None,
+    provider: Annotated[list[str] | None, typer.Option(help="cpu,qnn,... or NAME@PYTHON, apart")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="exit with 1 where a node falls to the CPU")
+    ] = False,
+    time_limit: Annotated[float, typer.Option(help="seconds that each --provider may take")] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure an artifact's speed and memory again, on the CPU provider."""
+    """Measure an artifact's speed and memory again: on the CPU, or with placement on each provider asked."""
     from quantkit import requests_measure  # noqa: PLC0415
 
-    printed = requests_measure.benchmark(
+    printed, holds = requests_measure.benchmark(
         folder=folder,
         changes={"measure.prompt": prompt, "measure.decode": decode, "measure.threads": threads},
+        providers=provider or (["cpu"] if strict else []),
+        strict=strict,
+        time_limit=time_limit,
         as_json=as_json,
     )
-    if printed:
-        typer.echo(printed)
+    _finish(printed, holds)
 
 
 @app.command()
@@ -327,8 +326,20 @@ def compare(
     from quantkit import requests_measure  # noqa: PLC0415
 
     text = requests_measure.compare(folders=folders, output_format="json" if as_json else output_format)
-    if text:
-        typer.echo(text, nl=not text.endswith("\n"))
+    _finish(text)
+
+
+@app.command()
+def package(
+    folder: Artifact,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="a folder, or FILE.zip")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace an older package")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pack an artifact for a device that has onnxruntime and tokenizers alone, with a runner."""
+    from quantkit import requests_package  # noqa: PLC0415
+
+    typer.echo(requests_package.package(folder=folder, output=output, force=force, as_json=as_json))
 
 
 @app.command(
@@ -346,19 +357,17 @@ def lm_eval(context: typer.Context) -> None:
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Runtimes, providers and devices of this machine; clashes are named with their cure."""
-    from quantkit.records import to_json  # noqa: PLC0415
-    from quantkit.report.health import health_page  # noqa: PLC0415
-    from quantkit.report.tables import print_page  # noqa: PLC0415
-    from quantkit.runtime.doctor import diagnose  # noqa: PLC0415
+    from quantkit import requests_measure  # noqa: PLC0415
 
-    diagnosis = diagnose()
-    document: dict[str, Any] = to_json(diagnosis)
-    if as_json:
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        print_page(health_page(document))
-    if diagnosis.has_problem:
-        raise typer.Exit(FOUND_PROBLEM)
+    _finish(*requests_measure.health(as_json=as_json))
+
+
+def _finish(printed: str, holds: bool = True) -> None:
+    """Print what did not go to the terminal yet; a missed bar, or a problem found, is exit code 1."""
+    if printed:
+        typer.echo(printed, nl=not printed.endswith("\n"))
+    if not holds:
+        raise typer.Exit(MISSED)
 
 
 def main() -> None:

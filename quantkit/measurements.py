@@ -166,6 +166,7 @@ class ProviderRun:
     outcome: str  # "ran", "partly" where something after the start failed, or "failed"
     why_not: str | None = None
     cure: str | None = None
+    python: str | None = None  # the interpreter of another environment, where that ran it
     device: str | None = None
     version: str | None = None  # of the distribution that holds it
     start_ms: float | None = None  # from the files to a session that is ready, compiling included

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +45,8 @@ from quantkit.records import ModelMap
 from quantkit.report.progress import Progress
 from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.encoder import Encoder
+from quantkit.runtime.placement import place
+from quantkit.runtime.providers import PROVIDERS
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
 from quantkit.runtime.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.traced import Traced
@@ -63,6 +65,7 @@ from quantkit.subjects import (
 PROVIDER = "CPUExecutionProvider"
 CONFIG_FILES = ("config.json", "generation_config.json")  # a decoder's first token is told there
 LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
+COPIES_TO_PLACE = 3  # of the weights, in the sessions that tell where nodes run
 SAFE_SHARE = 0.6  # of the free memory that a float reference may take
 PACKAGES = ("quantkit-onnx", "onnxruntime", "transformers", "torch", "onnx", "numpy")
 
@@ -88,7 +91,7 @@ class Subject:
 class Measured:
     """What came of it; None where it was not asked for or cannot be had."""
 
-    placement: Placement
+    placement: Placement | None = None
     accuracy: Accuracy | None = None
     similarity: Similarity | None = None
     latency: tuple[Latency, ...] = ()
@@ -100,9 +103,9 @@ class Measured:
 def measure(subject: Subject, *, progress: Progress) -> Measured:
     """Everything that the recipe asks for."""
     wanted = subject.recipe.measure
-    placement = _placement()
     if not (wanted.accuracy or wanted.latency or wanted.memory):
-        return Measured(placement=placement)
+        return Measured()
+    placement = _placement(subject.exported)
     notes: list[str] = []
     reason = why_not_measured(subject.exported)
     if reason:
@@ -131,9 +134,12 @@ def measure(subject: Subject, *, progress: Progress) -> Measured:
         )
 
 
-def _placement() -> Placement:
-    """The built-in CPU provider runs every node, since no other is asked."""
-    return Placement(provider=PROVIDER, node_fraction=1.0, mac_fraction=1.0)
+def _placement(exported: Exported) -> Placement | None:
+    """What the CPU provider runs, by the runtime's own record; None where memory is short for asking."""
+    if exported.num_bytes * COPIES_TO_PLACE > psutil.virtual_memory().available:
+        return None
+    found = place(PROVIDERS["cpu"], exported.paths)
+    return replace(found, num_nodes=None, operators=None, unplaced=None)
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def run(
             similarity=measured.similarity,
             latency=measured.latency,
             memory=measured.memory,
-            placement=(measured.placement,),
+            placement=(measured.placement,) if measured.placement else (),
             has_random_weights=recipe.random_weights,
             notes=(*opened.model_map.notes, *opened.notes, *prepared.notes, *measured.notes),
             recipe_sha256=hashlib.sha256(text.encode()).hexdigest(),

@@ -6,12 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.evaluate.accuracy import TextPerplexity
 from quantkit.report.comparison import Side, comparison_json, comparison_page
-from quantkit.report.tables import print_page, to_markdown
+from quantkit.report.tables import Page, print_page, to_markdown
+
+if TYPE_CHECKING:
+    from quantkit.rerun import Opened
+    from quantkit.runtime.provider_trial import Asked
 
 FORMATS = ("table", "markdown", "json")
 COMPARED = ("model", "scheme", "target", "size", "environment")  # what a report cannot be compared without
@@ -52,17 +56,39 @@ def evaluate(
     return ""
 
 
-def benchmark(*, folder: Path, changes: Mapping[str, Any], as_json: bool) -> str:
-    """The text that `quantkit bench` prints; empty when a table went to the terminal already."""
-    from quantkit.measuring import environment  # noqa: PLC0415 - torch and transformers take seconds
+def benchmark(
+    *,
+    folder: Path,
+    changes: Mapping[str, Any],
+    providers: Sequence[str],
+    strict: bool,
+    time_limit: float,
+    as_json: bool,
+) -> tuple[str, bool]:
+    """(text that `bench` prints, empty when a table went to the terminal; whether `--strict` holds)."""
+    from quantkit.rerun import open_artifact, require_room  # noqa: PLC0415 - torch takes seconds
+    from quantkit.runtime.provider_trial import read_asked  # noqa: PLC0415
+
+    asked = read_asked(providers)
+    if time_limit <= 0:
+        raise InputError(f"{time_limit:g} seconds", where="--time-limit", allowed="more than 0")
+    opened = open_artifact(folder, changes)
+    require_room(opened, {f"--{name}": changes.get(f"measure.{name}") for name in ("prompt", "decode")})
+    document, page, holds = (
+        _on_providers(opened, asked, strict=strict, time_limit=time_limit) if asked else _alone(opened)
+    )
+    if as_json:
+        return json.dumps(document, indent=2), holds
+    print_page(page)
+    return "", holds
+
+
+def _alone(opened: Opened) -> tuple[dict[str, Any], Page, bool]:
+    from quantkit.measuring import environment  # noqa: PLC0415
     from quantkit.report.progress import Progress  # noqa: PLC0415
     from quantkit.report.reruns import benchmark_json, benchmark_page  # noqa: PLC0415
     from quantkit.rerun import benchmark as time_artifact  # noqa: PLC0415
-    from quantkit.rerun import open_artifact, require_room  # noqa: PLC0415
 
-    opened = open_artifact(folder, changes)
-    typed = {f"--{name}": changes.get(f"measure.{name}") for name in ("prompt", "decode")}
-    require_room(opened, typed)
     made = time_artifact(opened, progress=Progress())
     document = benchmark_json(
         artifact=opened.described,
@@ -72,10 +98,41 @@ def benchmark(*, folder: Path, changes: Mapping[str, Any], as_json: bool) -> str
         environment=environment(),
         notes=made.notes,
     )
+    return document, benchmark_page(document), True
+
+
+def _on_providers(
+    opened: Opened, asked: Sequence[Asked], *, strict: bool, time_limit: float
+) -> tuple[dict[str, Any], Page, bool]:
+    from quantkit.measuring import environment  # noqa: PLC0415
+    from quantkit.report.progress import Progress  # noqa: PLC0415
+    from quantkit.report.providers import providers_json, providers_page  # noqa: PLC0415
+    from quantkit.rerun import benchmark_providers, fell_back  # noqa: PLC0415
+
+    runs, notes = benchmark_providers(opened, asked, time_limit=time_limit, progress=Progress())
+    document = providers_json(
+        artifact=opened.described,
+        runs=runs,
+        threads=opened.threads,
+        environment=environment(),
+        strict=strict,
+        notes=notes,
+    )
+    return document, providers_page(document), not (strict and any(fell_back(run) for run in runs))
+
+
+def health(*, as_json: bool) -> tuple[str, bool]:
+    """(text that `quantkit doctor` prints, whether it found no problem)."""
+    from quantkit.records import to_json  # noqa: PLC0415
+    from quantkit.report.health import health_page  # noqa: PLC0415
+    from quantkit.runtime.doctor import diagnose  # noqa: PLC0415
+
+    diagnosis = diagnose()
+    document: dict[str, Any] = to_json(diagnosis)
     if as_json:
-        return json.dumps(document, indent=2)
-    print_page(benchmark_page(document))
-    return ""
+        return json.dumps(document, indent=2), not diagnosis.has_problem
+    print_page(health_page(document))
+    return "", not diagnosis.has_problem
 
 
 def compare(*, folders: Sequence[Path], output_format: str) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,21 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.evaluate.accuracy import Logits, TextPerplexity, measure_accuracy, measure_perplexity
-from quantkit.evaluate.latency import Budget, measure_latency
+from quantkit.evaluate.latency import Budget, measure_latency, timing_of
 from quantkit.evaluate.memory import floor_ms, run_and_measure
 from quantkit.evaluate.similarity import measure_similarity
-from quantkit.measurements import Accuracy, Latency, Memory, PeakMemory, Similarity
+from quantkit.measurements import (
+    Accuracy,
+    Latency,
+    Memory,
+    PeakMemory,
+    PlacedOperator,
+    Placement,
+    ProviderAccuracy,
+    ProviderRun,
+    Similarity,
+    UnplacedNode,
+)
 from quantkit.measuring import LARGEST_WINDOW, PROVIDER, read_text, timed_lengths
 from quantkit.model.load import DEMO_NAME, open_source
 from quantkit.model.weight_source import reference_logits, with_weights
@@ -31,14 +43,25 @@ from quantkit.recipe import Recipe, load_recipe, override
 from quantkit.report.progress import Progress
 from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.encoder import Encoder, open_encoder
+from quantkit.runtime.provider_trial import Asked, try_provider
 from quantkit.runtime.session import MODEL_FILE, Decoder, open_decoder
 from quantkit.runtime.text import open_text
 from quantkit.runtime.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.traced import holds_model
 from quantkit.stages import WEIGHTS_FILE
-from quantkit.subjects import Model, generates, open_model, outputs_of, reads_and_answers, runs_of
+from quantkit.subjects import (
+    SMALLEST_VOCABULARY,
+    Model,
+    generates,
+    open_model,
+    outputs_of,
+    reads_and_answers,
+    runs_of,
+)
 
 RANDOM_TOKENS = 2048  # as many as the main job takes where weights are random
+# Texts whose logits providers are compared by: few, since an emulator takes seconds for each.
+COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,3 +282,102 @@ def _memory(folder: Path, run: str, lengths: tuple[int, int], threads: int) -> M
 
     peaks = PeakMemory(load_peak_bytes=peak("load"), run_peak_bytes=peak(run))
     return Memory(quantized=peaks, empty_process_bytes=peak("empty"))
+
+
+def benchmark_providers(
+    opened: Opened, asked: Sequence[Asked], *, time_limit: float, progress: Progress
+) -> tuple[tuple[ProviderRun, ...], tuple[str, ...]]:
+    """(a row for each provider, notes); each in a process of its own, so none can end the others."""
+    notes: list[str] = []
+    lengths = timed_lengths(opened.recipe.measure, opened.context)
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
+        ids_path = Path(made) / "ids.npy"
+        with progress.stage("reference"):
+            compared = _compared(opened, notes)
+        if compared:
+            np.save(ids_path, compared[0])
+        runs = []
+        for number, each in enumerate(asked):
+            logits_path = Path(made) / f"logits-{number}.npy"
+            with progress.stage(each.name):
+                found = try_provider(
+                    opened.folder,
+                    each,
+                    threads=opened.threads,
+                    prompt=lengths[0],
+                    decode=lengths[1],
+                    seconds=opened.recipe.measure.seconds / 2,
+                    time_limit=time_limit,
+                    ids=ids_path if compared else None,
+                    logits=logits_path,
+                )
+            accuracy = None
+            if compared and "positions" in found:
+                accuracy = _agreement(np.load(logits_path), compared[1][:, found["positions"]], compared[2])
+            runs.append(_provider_run(each, found, accuracy))
+    return tuple(runs), tuple(notes)
+
+
+def _compared(opened: Opened, notes: list[str]) -> tuple[NDArray[np.int64], NDArray[np.float32], str] | None:
+    """(texts, the reference's logits, what it is): the original, or else the same file on the CPU."""
+    if reads_and_answers(opened.model):
+        notes.append("an encoder with a decoder behind it is placed, but its logits are not compared")
+        return None
+    try:
+        ids, _ = _tokens(opened)
+    except InputError as error:  # no tokenizer, or a text that it does not fit
+        notes.append(f"logits are compared on random tokens ({error})")
+        ids = np.random.default_rng(0).integers(0, SMALLEST_VOCABULARY, COMPARED_WINDOWS * COMPARED_LENGTH)
+    length = min(COMPARED_LENGTH, opened.context, len(ids))
+    count = min(COMPARED_WINDOWS, len(ids) // length)
+    texts_WS = ids[: count * length].reshape(count, length)
+    name = _original_at_hand(opened.recipe, [])
+    outputs = _logits_of(name, opened.threads) if name else outputs_of(opened.model)
+    words = f"{name} in float32" if name else "the same file on the CPU"
+    return texts_WS, np.concatenate([outputs(ids_S[None]) for ids_S in texts_WS]), words
+
+
+def _agreement(
+    logits_WSV: NDArray[np.float32], reference_WSV: NDArray[np.float32], words: str
+) -> ProviderAccuracy:
+    """Over the positions whose logits the provider gave: a graph may be shorter than the texts."""
+    error = np.abs(logits_WSV.astype(np.float64) - reference_WSV).max() / np.abs(reference_WSV).max()
+    is_same_WS = logits_WSV.argmax(axis=-1) == reference_WSV.argmax(axis=-1)
+    return ProviderAccuracy(
+        reference=words,
+        max_relative_logit_error=float(error),
+        top1_agreement=float(is_same_WS.mean()),
+        num_tokens=is_same_WS.size,
+    )
+
+
+def _provider_run(asked: Asked, found: Mapping[str, Any], accuracy: ProviderAccuracy | None) -> ProviderRun:
+    """The record of what a trial printed."""
+    placed = found.get("placement")
+    return ProviderRun(
+        provider=asked.name,
+        python=asked.python,
+        outcome=found["outcome"],
+        prefill=timing_of(found["prefill_ms"]) if found.get("prefill_ms") else None,
+        decode=timing_of(found["decode_ms"]) if found.get("decode_ms") else None,
+        placement=Placement(
+            **placed
+            | {
+                "operators": tuple(PlacedOperator(**each) for each in placed["operators"]),
+                "unplaced": tuple(UnplacedNode(**each) for each in placed["unplaced"]),
+            }
+        )
+        if placed
+        else None,
+        accuracy=accuracy,
+        notes=tuple(found.get("notes", ())),
+        **{
+            key: found.get(key)
+            for key in ("why_not", "cure", "device", "version", "start_ms", "prompt_length", "peak_bytes")
+        },
+    )
+
+
+def fell_back(run: ProviderRun) -> bool:
+    """Whether it did not run all of the model, or nobody knows."""
+    return run.placement is None or bool(run.placement.unplaced)

@@ -71,9 +71,9 @@ def evaluation_page(document: Json) -> Page:
         table = Table(title="Accuracy", columns=("what", *compared), rows=rows, numeric=compared)
     beside = f", beside {reference}" if reference else ""
     return Page(
-        head=(f"{_name(document)}{beside}",),
+        head=(f"{name_line(document)}{beside}",),
         tables=(table,),
-        foot=(*_protocol(document), _machine(document["environment"])),
+        foot=(*_protocol(document), machine_line(document["environment"])),
         warnings=tuple(document["notes"]),
     )
 
@@ -123,7 +123,7 @@ def benchmark_page(document: Json) -> Page:
     if "decode" in entry:
         phases.append(("decode, ms/token", entry["decode"]))
     return Page(
-        head=(_name(document),),
+        head=(name_line(document),),
         tables=(
             Table(
                 title="Time",
@@ -138,7 +138,7 @@ def benchmark_page(document: Json) -> Page:
                 numeric=("value",),
             ),
         ),
-        foot=(*_timing_lines(entry), _machine(document["environment"])),
+        foot=(*_timing_lines(entry), machine_line(document["environment"])),
         warnings=tuple(document["notes"]),
     )
 
@@ -168,11 +168,13 @@ def _timing_lines(entry: Json) -> Iterable[str]:
         )
 
 
-def _name(document: Json) -> str:
+def name_line(document: Json) -> str:
+    """The artifact in words."""
     return f"{document['artifact']}: {document['scheme']} of {document['model']}"
 
 
-def _machine(environment: Json) -> str:
+def machine_line(environment: Json) -> str:
+    """Where it was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return (
         f"machine: {environment['processor']}, {environment['num_cores']:g} cores, "

@@ -44,6 +44,13 @@ REQUIREMENT_OWNERS: dict[str, tuple[Literal["warning", "problem"], str]] = {
         "warning",
         "to keep what is installed: pip uninstall -y optimum-onnx (only tracing needs it)",
     ),
+    # A plugin is built against one interface of onnxruntime, and says from which version on that exists.
+    **{
+        package: ("warning", f"to do without it: pip uninstall -y {package}")
+        for provider in PROVIDERS.values()
+        if provider.source == "plugin"
+        for package in (provider.package, *provider.package_variants)
+    },
 }
 PACKAGES = (
     "torch", "transformers", "optimum", "optimum-onnx", "onnx", "onnx-ir", "onnxruntime", "safetensors",
@@ -112,6 +119,22 @@ def check_onnxruntime_wheels(wheels: Mapping[str, str]) -> Check:
     )
 
 
+def check_onnxruntime_version(wheels: Mapping[str, str], imported: str | None) -> Check | None:
+    """One wheel's metadata beside another's files: what an install over an older wheel leaves behind."""
+    if len(wheels) != 1 or imported is None:
+        return None  # none or several: said elsewhere
+    ((wheel, version),) = wheels.items()
+    if _release(version) == _release(imported):
+        return None
+    return Check(
+        name="onnxruntime-files",
+        status="problem",
+        message=f"{wheel} {version} is installed, but what Python imports is onnxruntime {imported}: another "
+        "wheel has overwritten its files, or another folder on the path comes first",
+        cure=f"pip uninstall -y {wheel} && pip install --force-reinstall {wheel}",
+    )
+
+
 def check_requirements(
     owner: str, requirements: Sequence[str], versions: Mapping[str, str]
 ) -> tuple[Check, ...]:
@@ -142,7 +165,7 @@ def check_requirements(
                 cure="; ".join(filter(None, (f"pip install '{name}{specifier}'", way_out))),
             )
         )
-    if findings:
+    if findings or not num_checked:
         return tuple(findings)
     return (
         Check(
@@ -253,7 +276,46 @@ def check_disk(free_bytes: int, folder: str) -> Check:
     return Check(name="disk", status="ok", message=f"{free_gb:.1f} GB are free in {folder}")
 
 
-def check_provider(status: ProviderStatus) -> Check | None:
+# How plugins refuse an onnxruntime that lacks their interface: its own words, QNN's, and WebGPU's.
+TOO_OLD = ("API version", "requires ORT >=", "minimum required version")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What decides whether a provider can find a device."""
+
+    cpu_model: str
+    has_nvidia_driver: bool
+    has_vulkan_loader: bool
+    has_gpu_node: bool  # /dev/dri: the way to a GPU for everything but CUDA
+    has_npu_node: bool  # /dev/accel
+
+
+def why_no_device(name: str, hardware: Hardware) -> tuple[str, str] | None:
+    """(what is missing, the cure) where the machine tells."""
+    if name in ("cuda", "tensorrt", "nv-tensorrt-rtx") and not hardware.has_nvidia_driver:
+        return (
+            "no NVIDIA driver is loaded",
+            "install the driver until nvidia-smi lists a GPU; in a container: docker run --gpus all",
+        )
+    if name == "webgpu" and not hardware.has_vulkan_loader:
+        return (
+            "the Vulkan loader, libvulkan.so.1, is missing",
+            "apt-get install libvulkan1 mesa-vulkan-drivers",
+        )
+    if name == "webgpu" and not (hardware.has_gpu_node or hardware.has_nvidia_driver):
+        return "/dev/dri has no GPU", "run where a GPU is; in a container: docker run --device /dev/dri"
+    is_intel = "intel" in hardware.cpu_model.lower()
+    if name == "openvino" and not (is_intel or hardware.has_gpu_node or hardware.has_npu_node):
+        return (
+            f"the plugin lists Intel's devices alone, and this CPU is {hardware.cpu_model or 'unknown'}",
+            "an older wheel takes any x86 CPU, in an environment of its own: python -m venv ov && ov/bin/pip "
+            "install onnxruntime-openvino psutil && quantkit bench DIR --provider openvino@ov/bin/python",
+        )
+    return None
+
+
+def check_provider(status: ProviderStatus, hardware: Hardware | None = None) -> Check | None:
     """A provider that is installed should work; one that is not installed is no finding, except the CPU's."""
     name = f"provider-{status.name}"
     if status.usable:
@@ -269,6 +331,15 @@ def check_provider(status: ProviderStatus) -> Check | None:
     remove = f"pip uninstall -y {' '.join((provider.package, *provider.package_variants))}"
     if provider.source == "built-in":
         remove = f"{remove} && pip install --force-reinstall onnxruntime"
+    if any(words in status.why_not for words in TOO_OLD):
+        cure = f"pip install --upgrade onnxruntime {provider.package}; else: {remove}"
+        return Check(name=name, status="warning", message=status.why_not, cure=cure)
+    missing = why_no_device(status.name, hardware) if hardware else None
+    if missing:
+        why, cure = missing
+        return Check(
+            name=name, status="warning", message=f"{status.why_not}; {why}", cure=f"{cure}; else: {remove}"
+        )
     cure = f"with hardware and driver in place: {provider.install}; else: {remove}"
     return Check(name=name, status="warning", message=status.why_not, cure=cure)
 

@@ -8,6 +8,7 @@ neither knows is None rather than a guess.
 
 from __future__ import annotations
 
+import ctypes.util
 import dataclasses
 import importlib.metadata
 import os
@@ -27,11 +28,13 @@ from quantkit.runtime.checks import (
     QUANTKIT,
     REQUIREMENT_OWNERS,
     Check,
+    Hardware,
     check_cores,
     check_cpu,
     check_disk,
     check_hub,
     check_memory,
+    check_onnxruntime_version,
     check_onnxruntime_wheels,
     check_provider,
     check_requirements,
@@ -175,6 +178,7 @@ def diagnose() -> Diagnosis:
     folder = str(Path.cwd())
     free_disk_bytes = shutil.disk_usage(folder).free
     providers = available_providers()
+    hardware = read_hardware(cpu.model)
     requirements = [
         check
         for owner in REQUIREMENT_OWNERS
@@ -188,8 +192,9 @@ def diagnose() -> Diagnosis:
         )
     checks = (
         check_onnxruntime_wheels(wheels),
+        *filter(None, [check_onnxruntime_version(wheels, imported_onnxruntime())]),
         *requirements,
-        *filter(None, map(check_provider, providers)),
+        *filter(None, (check_provider(status, hardware) for status in providers)),
         check_cpu(cpu.features),
         check_cores(cpu.logical_cores, cpu.usable_cores),
         check_memory(memory.available_bytes),
@@ -210,6 +215,28 @@ def diagnose() -> Diagnosis:
         free_disk_bytes=free_disk_bytes,
         providers=providers,
         checks=checks,
+    )
+
+
+def imported_onnxruntime() -> str | None:
+    """The version that the files of the package say, whatever any metadata says."""
+    try:
+        import onnxruntime  # noqa: PLC0415 - heavy
+    except Exception:  # damaged: the CPU provider's check tells
+        return None
+    return getattr(onnxruntime, "__version__", None)
+
+
+def read_hardware(cpu_model: str, root: Path = Path("/")) -> Hardware:
+    """What the system shows of GPUs and NPUs, without any vendor's library."""
+    has_nvidia = (root / "proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    return Hardware(
+        cpu_model=cpu_model,
+        has_nvidia_driver=has_nvidia,
+        # Windows and macOS bring Direct3D and Metal instead.
+        has_vulkan_loader=sys.platform != "linux" or ctypes.util.find_library("vulkan") is not None,
+        has_gpu_node=sys.platform != "linux" or any(root.glob("dev/dri/renderD*")),
+        has_npu_node=sys.platform != "linux" or any(root.glob("dev/accel/accel*")),
     )
 
 

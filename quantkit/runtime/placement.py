@@ -138,8 +138,9 @@ def layer_of(name: str, operator: str) -> str | None:
     """The layer that a node belongs to: its name, less what the writer of the graph put behind it."""
     if not name or re.fullmatch(rf"{re.escape(operator)}(_\w+)?", name):
         return None
-    parts = name.strip("/").split("/")
-    return ".".join(parts[:-1]) if len(parts) > 1 else parts[0]
+    if name.startswith("/"):  # a tracer's: a path of modules, and the operator at its end
+        return ".".join(name.split("/")[1:-1]) or None
+    return name.split("/", maxsplit=1)[0]
 
 
 def read_macs(path: Path, *, num_tokens: int = NUM_TOKENS) -> dict[str, int]:
@@ -207,9 +208,13 @@ def feeds_of(
     ids: NDArray[np.int64] | None = None,
 ) -> Feeds:
     """Whatever the graph declares, for one text: `ids` [1, S] where given, and empty caches where it may."""
-    count = num_tokens if ids is None else ids.shape[1]
+    inputs = session.get_inputs()
+    fixed = [
+        each.shape[-1] for each in inputs if each.name == "input_ids" and isinstance(each.shape[-1], int)
+    ]
+    count = ids.shape[1] if ids is not None else fixed[0] if fixed else num_tokens
     feeds: Feeds = {}
-    for each in session.get_inputs():
+    for each in inputs:
         is_past = each.name.startswith("past")
         shape = [
             size
@@ -232,6 +237,8 @@ def feeds_of(
             feeds[each.name] = np.ones(shape, kind)
             if ids is not None and len(shape) == 2:
                 feeds[each.name][:, count:] = 0
+        elif each.name == "logit_position":
+            feeds[each.name] = np.full(shape, count - 1, kind)
         elif each.name == "position_ids":
             feeds[each.name] = np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1], dtype=kind), shape))
         else:
@@ -262,8 +269,11 @@ def reasons_in(log: str) -> dict[str, str]:
             names.append(found.group(1))
         elif line.strip().startswith("REASON"):
             reason = " ".join(line.partition(":")[2].split())
+            # A sentence that only repeats a node's name would keep like reasons apart.
+            named = "|".join(map(re.escape, names))
+            alike = re.sub(rf"\.?[^.`]*`(?:{named})`.*$", "", reason) if names else reason
             for name in names:
-                reasons.setdefault(name, reason)
+                reasons.setdefault(name, alike.strip(" .") or reason)
             names = []
         elif line.strip():
             names = []

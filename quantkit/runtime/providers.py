@@ -195,9 +195,7 @@ def available_providers() -> tuple[ProviderStatus, ...]:
 
         built_in = tuple(onnxruntime.get_available_providers())
     except Exception as error:  # a damaged wheel can fail in any way
-        reason = (
-            f"onnxruntime does not import ({_one_line(error)}): pip install --force-reinstall onnxruntime"
-        )
+        reason = f"onnxruntime does not import ({one_line(error)}): pip install --force-reinstall onnxruntime"
         return tuple(
             ProviderStatus(name=name, usable=False, installed=False, why_not=reason) for name in PROVIDERS
         )
@@ -211,7 +209,7 @@ def provider_status(name: str) -> ProviderStatus:
 
         return _status(PROVIDERS[name], onnxruntime, tuple(onnxruntime.get_available_providers()))
     except Exception as error:  # a damaged wheel can fail in any way
-        return ProviderStatus(name=name, usable=False, installed=False, why_not=_one_line(error))
+        return ProviderStatus(name=name, usable=False, installed=False, why_not=one_line(error))
 
 
 def open_on(provider: Provider, path: str, options: Any) -> Any:  # noqa: ANN401 - both are onnxruntime's own
@@ -292,7 +290,7 @@ def _preload_gpu_libraries(provider: Provider, onnxruntime: ModuleType) -> str:
     with contextlib.redirect_stdout(printed), contextlib.suppress(Exception):
         onnxruntime.preload_dlls()
     failures = [line for line in printed.getvalue().splitlines() if line.startswith("Failed to load")]
-    return _one_line(failures[0]) if failures else ""
+    return one_line(failures[0]) if failures else ""
 
 
 def _session_failure(provider: Provider, onnxruntime: ModuleType) -> str:
@@ -306,7 +304,7 @@ def _session_failure(provider: Provider, onnxruntime: ModuleType) -> str:
             RELU_MODEL, options, providers=[provider.onnxruntime_name], enable_fallback=0
         )
     except Exception as error:
-        return _one_line(error)
+        return one_line(error)
     finally:
         onnxruntime.set_default_logger_severity(2)  # onnxruntime's default; it has no getter
     if provider.onnxruntime_name in session.get_providers():
@@ -343,7 +341,7 @@ def _register_plugin(plugin_module: str) -> str:
         names = [plugin.get_ep_name()] if hasattr(plugin, "get_ep_name") else list(plugin.get_ep_names())
         onnxruntime.register_execution_provider_library(names[0], plugin.get_library_path())
     except Exception as error:  # import, dynamic linker and onnxruntime each raise their own kind
-        return "" if "already registered" in str(error) else _one_line(error)
+        return "" if "already registered" in str(error) else one_line(error)
     return ""
 
 
@@ -367,7 +365,11 @@ def _installed_version(provider: Provider) -> str | None:
     return None
 
 
-def _one_line(error: object) -> str:
-    """The part of a message that names the cause, without onnxruntime's prefix and the library's path."""
+def one_line(error: object, longest: int = 300) -> str:
+    """A message without its line breaks, onnxruntime's prefix and the library's path.
+
+    Of a long one the ends are kept, since the cause stands at either.
+    """
     text = " ".join(str(error).split())
-    return text.rsplit(" with error: ", maxsplit=1)[-1].removeprefix("[ONNXRuntimeError] : 1 : FAIL : ")[:300]
+    text = text.rsplit(" with error: ", maxsplit=1)[-1].removeprefix("[ONNXRuntimeError] : 1 : FAIL : ")
+    return text if len(text) <= longest else f"{text[: longest // 3]} ... {text[-(longest * 2 // 3) :]}"

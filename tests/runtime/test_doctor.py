@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -272,3 +274,108 @@ def test_diagnosis_of_this_machine_is_json_and_loads_no_model_library() -> None:
     for check in diagnosis["checks"]:
         assert check["message"] and "\n" not in check["message"] + check["cure"]
         assert check["cure"] or check["status"] == "ok"
+
+
+QUIET = checks.Hardware(
+    cpu_model="AMD EPYC",
+    has_nvidia_driver=False,
+    has_vulkan_loader=True,
+    has_gpu_node=False,
+    has_npu_node=False,
+)
+
+
+def idle(name: str, why_not: str = "it finds no device") -> ProviderStatus:
+    return ProviderStatus(name=name, usable=False, installed=True, version="1.0", why_not=why_not)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why", "cure"),
+    [
+        ("cuda", {}, "no NVIDIA driver is loaded", "nvidia-smi"),
+        ("nv-tensorrt-rtx", {}, "no NVIDIA driver is loaded", "--gpus all"),
+        ("webgpu", {"has_vulkan_loader": False}, "libvulkan.so.1", "apt-get install libvulkan1"),
+        ("webgpu", {}, "/dev/dri has no GPU", "--device /dev/dri"),
+        ("openvino", {}, "this CPU is AMD EPYC", "--provider openvino@ov/bin/python"),
+    ],
+)
+def test_a_missing_device_is_explained_by_the_machine(
+    name: str, change: dict[str, bool], why: str, cure: str
+) -> None:
+    check = checks.check_provider(idle(name), dataclasses.replace(QUIET, **change))
+    assert check is not None and check.status == "warning"
+    assert check.message.startswith("it finds no device; ") and why in check.message
+    assert cure in check.cure and f"pip uninstall -y {PROVIDERS[name].package}" in check.cure
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("cuda", {"has_nvidia_driver": True}),
+        ("webgpu", {"has_gpu_node": True}),
+        ("openvino", {"cpu_model": "Intel(R) Core(TM) Ultra 7"}),
+        ("openvino", {"has_npu_node": True}),
+        ("qnn", {}),
+    ],
+)
+def test_where_the_machine_explains_nothing_the_driver_is_named(name: str, change: dict[str, Any]) -> None:
+    hardware = dataclasses.replace(QUIET, **change)
+    assert checks.why_no_device(name, hardware) is None
+    check = checks.check_provider(idle(name), hardware)
+    assert check is not None and check.cure.startswith("with hardware and driver in place")
+
+
+def test_hardware_is_read_from_the_system(tmp_path: Path) -> None:
+    found = doctor.read_hardware("CPU", tmp_path)
+    assert not (sys.platform == "linux" and (found.has_gpu_node or found.has_npu_node))
+    for name in ("dev/dri/renderD128", "dev/accel/accel0", "proc/driver/nvidia/version"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    found = doctor.read_hardware("CPU", tmp_path)
+    assert found.has_gpu_node and found.has_npu_node and found.has_nvidia_driver
+
+
+def test_a_plugin_newer_than_its_runtime_is_named_with_both_cures(tmp_path: Path) -> None:
+    add_distribution(tmp_path, "onnxruntime-qnn", "2.7.0", requires="Requires-Dist: onnxruntime>=1.24.2\n")
+    (distribution,) = found_in(tmp_path)
+    requires = distribution.requires or []
+    versions = {"onnxruntime": "1.23.2", "onnxruntime-qnn": "2.7.0"}
+    (check,) = checks.check_requirements("onnxruntime-qnn", requires, versions)
+    assert check.status == "warning"
+    assert check.message == "onnxruntime-qnn needs onnxruntime>=1.24.2, but 1.23.2 is installed"
+    assert "pip install 'onnxruntime>=1.24.2'" in check.cure
+    assert "pip uninstall -y onnxruntime-qnn" in check.cure
+    (check,) = checks.check_requirements("onnxruntime-qnn", requires, versions | {"onnxruntime": "1.31.1"})
+    assert check.status == "ok"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "The requested API version [26] is not available, only API versions [1, 23] are supported",
+        "QNN EP requires ORT >= 1.24 (API 24). Host ORT is 1.23.2 (API 23).",
+        'ORT runtime version "1.23.2" is below the minimum required version "1.24.4".',
+    ],
+)
+def test_a_plugin_that_asks_for_a_newer_interface_is_cured_by_newer_packages(refusal: str) -> None:
+    check = checks.check_provider(idle("qnn", refusal), QUIET)
+    assert check is not None
+    assert check.cure.startswith("pip install --upgrade onnxruntime onnxruntime-qnn; else: ")
+
+
+def test_files_of_another_wheel_are_noticed() -> None:
+    check = checks.check_onnxruntime_version({"onnxruntime": "1.31.1"}, "1.24.1")
+    assert check is not None and check.status == "problem"
+    assert (
+        "onnxruntime 1.31.1 is installed" in check.message
+        and "imports is onnxruntime 1.24.1" in check.message
+    )
+    assert check.cure == "pip uninstall -y onnxruntime && pip install --force-reinstall onnxruntime"
+    assert checks.check_onnxruntime_version({"onnxruntime-gpu": "1.31.1.post1"}, "1.31.1") is None
+    assert checks.check_onnxruntime_version({"onnxruntime": "1.31.1"}, None) is None
+    assert checks.check_onnxruntime_version({}, "1.31.1") is None
+
+
+def test_this_interpreters_onnxruntime_is_the_one_that_is_installed() -> None:
+    wheels = checks.onnxruntime_wheels(list(distributions()))
+    assert checks.check_onnxruntime_version(wheels, doctor.imported_onnxruntime()) is None
