@@ -12,7 +12,7 @@ Two graphs of fixed shape for prompt and token, e.g. in Xu et al. 2024 (https://
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from quantkit.errors import InputError
 from quantkit.export.emit import OPT_PROJECTIONS, why_not
 from quantkit.export.graph import Graph
 from quantkit.export.rotary import rotation_of
-from quantkit.export.static_weights import table_values, weight_IO
+from quantkit.export.static_weights import Floats, table_values, weight_IO
 from quantkit.export.targets import Target
 from quantkit.records import (
     Activation,
@@ -39,7 +39,7 @@ from quantkit.records import (
     Residual,
     Role,
 )
-from quantkit.tensor_records import Checkpoint, Contents
+from quantkit.tensor_records import Checkpoint, Contents, Pack
 
 HIDDEN = -50.0  # added to a hidden score: e^-50 is nothing beside any score that is seen
 ACTIVATIONS: dict[Activation, tuple[str, dict[str, Any]]] = {
@@ -70,7 +70,9 @@ def why_not_static(model_map: ModelMap, shape: StaticShape) -> str | None:
     limits = [window for window in windows if window is not None and window < shape.total]
     reason = why_not(model_map)
     if reason is None and limits:
-        reason = f"its attention looks back {min(limits)} tokens only, and {shape.total} places were asked for"
+        reason = (
+            f"its attention looks back {min(limits)} tokens only, and {shape.total} places were asked for"
+        )
     if reason is None and model_map.max_positions and shape.total > model_map.max_positions:
         reason = f"it has {model_map.max_positions} positions, and {shape.total} were asked for"
     return reason
@@ -103,6 +105,8 @@ def emit_static(
     norms = {(norm.block, norm.place): norm for norm in model_map.norms}
     _Static(graph=graph, model_map=model_map, contents=contents, norms=norms, shape=shape).build()
     described = {**metadata, "tokens": shape.tokens, "past": shape.past}
+    opset, ir_version = opset_of(model_map)
+    target = replace(target, opset=max(target.opset, opset), ir_version=max(target.ir_version, ir_version))
     return graph.finish(name=model_map.name, target=target, metadata=described)
 
 
@@ -114,6 +118,7 @@ class _Static:
     norms: Mapping[tuple[str | None, NormPlace], Norm]
     shape: StaticShape
     positions: str = ""  # empty where they are 0, 1, 2, ...
+    rotations: dict[Any, list[str]] = field(default_factory=dict)  # cosines and signed sines
 
     def build(self) -> None:
         graph, shape = self.graph, self.shape
@@ -143,31 +148,32 @@ class _Static:
         tables = {entry.table.kind: entry for entry in self.contents.tables}
         rows = table_values(self.graph.checkpoint, tables[EmbeddingKind.TOKEN])
         rows = rows * np.float32(model_map.embedding_scale or 1)
-        x = self.rows("embedding", rows, ids)
+        x = self.rows("embedding", rows, ids, shape.tokens, rows.shape[1])
         x = self.optional_projection(OPT_PROJECTIONS[0], x)
         if EmbeddingKind.POSITION in tables:
             learned = table_values(self.graph.checkpoint, tables[EmbeddingKind.POSITION])
             learned = learned[model_map.position_offset :][: shape.total]
-            x = self.add("embedding/sum", x, self.at_positions("positions", learned))
+            places = self.at_positions("positions", learned, shape.tokens, learned.shape[1])
+            x = self.add("embedding/sum", x, places)
         return x
 
-    def rows(self, name: str, table: Any, ids: str) -> str:  # noqa: ANN401 - floats of any array type
+    def rows(self, name: str, table: Floats, ids: str, *sizes: int) -> str:
         found = self.graph.op("Gather", self.constant(f"{name}/table", table), ids, name=name, axis=0)
-        return self.reshape(f"{name}/rows", found, self.shape.tokens, table.shape[1])
+        return self.reshape(f"{name}/rows", found, *sizes)
 
-    def at_positions(self, name: str, table: Any) -> str:  # noqa: ANN401 - floats of any array type
-        """Rows of a table of all positions, [tokens, columns]: constant where positions are."""
+    def at_positions(self, name: str, table: Floats, *sizes: int) -> str:
+        """The rows of a table that belong to the tokens' positions: constant where positions are."""
         if self.positions:
-            return self.rows(name, table, self.positions)
-        return self.constant(f"{name}/constant", table[: self.shape.tokens])
+            return self.rows(name, table, self.positions, *sizes)
+        return self.constant(f"{name}/constant", table[: self.shape.tokens].reshape(sizes))
 
     def optional_projection(self, name: str, x: str) -> str:
         found = next((pack for pack in self.contents.packs if pack.name.endswith(name)), None)
-        return self.product(found.name, found, x) if found else x
+        return self.product(found, x) if found else x
 
-    def product(self, name: str, pack: Any, x: str) -> str:  # noqa: ANN401 - a Pack
-        graph = self.graph
-        graph.integer_nodes[pack.name] = [layer.name for layer in pack.layers]
+    def product(self, pack: Pack, x: str) -> str:
+        graph, name = self.graph, pack.name
+        graph.integer_nodes[name] = [layer.name for layer in pack.layers]  # once it is quantized
         weight = weight_IO(graph, pack, self.contents)
         if pack.has_bias:
             return graph.op("Gemm", x, weight, graph.weight(f"{pack.name}.bias"), name=name)
@@ -176,7 +182,7 @@ class _Static:
     def project(self, block: Block, role: Role, x: str) -> str:
         pack = self.contents.pack_of(role, block.name)
         assert pack is not None, (block.name, role)
-        return self.product(pack.name, pack, x)
+        return self.product(pack, x)
 
     def norm(self, block: Block | None, place: NormPlace, x: str) -> str:
         """The norm at a place, or nothing where the family has none there."""
@@ -246,10 +252,8 @@ class _Static:
             return [self.project(block, role, x) for role in roles]
         kv_width = facts.num_kv_heads * facts.head_dim
         widths = self.graph.integers(facts.num_heads * facts.head_dim, kv_width, kv_width)
-        packed = self.product(pack.name, pack, x)
-        return self.graph.ops(
-            "Split", packed, widths, name=f"{pack.name}/parts", wanted=(True,) * 3, axis=-1
-        )
+        packed = self.product(pack, x)
+        return self.graph.ops("Split", packed, widths, name=f"{pack.name}/parts", wanted=(True,) * 3, axis=-1)
 
     def heads(self, name: str, x: str, count: int, size: int) -> str:
         apart = self.reshape(f"{name}/apart", x, 1, self.shape.tokens, count, size)
@@ -259,22 +263,24 @@ class _Static:
         """x cos + (x with its halves swapped) sin, the sign of the swap being in the table of sines."""
         graph, shape = self.graph, self.shape
         assert facts.rotary_dim is not None
+        sizes = (1, 1, shape.tokens, facts.head_dim)
         half, rest = facts.rotary_dim // 2, facts.head_dim - facts.rotary_dim
         turn = rotation_of(facts, max_positions=self.model_map.max_positions or 2048)
         angles = np.arange(shape.total, dtype=np.float32)[:, None] * turn.frequencies[None, :]
         cos, sin = np.cos(angles) * turn.factor, np.sin(angles) * turn.factor
         still = np.zeros((shape.total, rest), np.float32)
-        label = f"rope_{facts.rope_theta:g}_{facts.rotary_dim}_{hash(facts.rope_scaling) & 0xFFFF:x}"
-        factors = []
-        for kind, table in (("cos", [cos, cos, still + 1]), ("sin", [-sin, sin, still])):
-            full = f"{label}/{kind}"
-            if f"{full}/shaped" not in graph.labels:
-                rows = self.at_positions(full, np.concatenate(table, axis=1))
-                self.reshape(f"{full}/shaped", rows, 1, 1, shape.tokens, facts.head_dim)
-            factors.append(f"{full}/shaped/out0")
-        sizes = graph.integers(*([half, half, rest] if rest else [half, half]))
+        key = (facts.rope_theta, facts.rotary_dim, facts.rope_scaling)
+        if key not in self.rotations:
+            label = f"rope_{len(self.rotations)}"
+            tables = {"cos": [cos, cos, still + 1], "sin": [-sin, sin, still]}
+            self.rotations[key] = [
+                self.at_positions(f"{label}/{kind}", np.concatenate(parts, axis=1), *sizes)
+                for kind, parts in tables.items()
+            ]
+        factors = self.rotations[key]
+        widths = graph.integers(*([half, half, rest] if rest else [half, half]))
         wanted = (True,) * (3 if rest else 2)
-        parts = graph.ops("Split", x, sizes, name=f"{name}/halves", wanted=wanted, axis=-1)
+        parts = graph.ops("Split", x, widths, name=f"{name}/halves", wanted=wanted, axis=-1)
         swapped = graph.op("Concat", parts[1], parts[0], *parts[2:], name=f"{name}/swapped", axis=-1)
         straight = graph.op("Mul", x, factors[0], name=f"{name}/straight")
         across = graph.op("Mul", swapped, factors[1], name=f"{name}/across")
@@ -337,7 +343,7 @@ class _Static:
         x = self.optional_projection(OPT_PROJECTIONS[1], x)
         pack = self.contents.pack_of(Role.LM_HEAD)
         assert pack is not None, "why_not asks for a head"
-        logits = self.product(pack.name, pack, x)
+        logits = self.product(pack, x)
         if self.model_map.final_softcap:
             logits = self.softcap("softcap", logits, self.model_map.final_softcap)
         logits = self.reshape("logits/shaped", logits, 1, count, pack.out_features)

@@ -102,7 +102,9 @@ def main() -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = asked.threads, 3
     # Without VNNI an x86 CPU cuts off sums of 8-bit products; there this takes exact ones.
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    described = json.loads((HERE / "manifest.json").read_text(encoding="utf-8"))
+    if "static16" not in str(described.get("scheme")):  # whose two products of one weight it cannot rewrite
+        options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(str(HERE / "model.onnx"), options, ["CPUExecutionProvider"])
     continues = any(each.name.startswith("past_key_values") for each in session.get_inputs())
     context = json.loads(session.get_modelmeta().custom_metadata_map["quantkit"]).get("max_positions")

@@ -54,8 +54,6 @@ def open_session(
     options.intra_op_num_threads = threads or read_cpu().num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # Without VNNI, products of u8 and s8 would saturate; this picks kernels that do not, and only there.
-    options.add_session_config_entry("session.x64quantprecision", "1")
     if not path.exists():
         raise InputError(
             "no such file",

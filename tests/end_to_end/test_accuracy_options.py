@@ -82,7 +82,7 @@ def test_the_recipe_in_the_artifact_reproduces_it_bit_for_bit(four_bits, cache, 
 
 
 def test_statistics_that_were_kept_are_used_again(four_bits, cache, tmp_path):
-    kept = four_bits[0].parent / "statistics" / "0-fit" / "index.json"
+    kept = four_bits[0].parent / "statistics" / "1-fit" / "index.json"
     before = kept.stat().st_mtime_ns
     ran = quantkit(
         "quantize", "demo", "--scheme", "int4_block128", *FEW, "--no-eval",
