@@ -90,7 +90,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-large"))
-    parser.add_argument("--scheme", default="int8_block128")
+    parser.add_argument("--scheme", default="int8_block64")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint and the artifact")
     arguments = parser.parse_args()
