@@ -17,18 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.evaluate.accuracy import Logits, measure_accuracy
-from quantkit.measurements import Candidate, Loss, SearchResult, UnitOptions
+from quantkit.measurements import Accuracy, Candidate, Loss, SearchResult, UnitOptions
 from quantkit.model.rebuild import torch_model
 from quantkit.model.weight_source import reference_logits
-from quantkit.preparation import Job, Prepared, held_back, planned, tokens_for
+from quantkit.preparation import Job, Prepared, held_back, tokens_for
 from quantkit.recipe import Recipe
 from quantkit.records import ModelMap, Plan
+from quantkit.rounding import round_and_export
 from quantkit.runtime.throughput import cache_folder
-from quantkit.schemes import AUTO, FLOAT, Format, format_for, in_blocks
+from quantkit.schemes import AUTO, FLOAT, in_blocks
 from quantkit.search import Budget, Search, uniform
 from quantkit.sensitivity import format_named, measure_sensitivity
 from quantkit.sizing import unit_times
-from quantkit.stages import Exported, kind_of, write_model
+from quantkit.stages import kind_of
 from quantkit.subjects import open_model, outputs_of
 from quantkit.tensor_records import Pack, contents_of
 
@@ -50,7 +51,7 @@ class Seeker:
 
     job: Job
     search: Search
-    folder: Path  # for configurations that are only measured
+    left_out: int  # windows of the calibration text that it measures on
 
     def propose(self, *, tightened: float = 1.0) -> Candidate:
         """The cheapest that holds this part of the budget, or the most accurate there is."""
@@ -92,9 +93,10 @@ class Seeker:
 def seek(job: Job, prepared: Prepared, plan: Plan, folder: Path) -> Seeker:
     """Measure the table of losses, and be ready to search."""
     windows = tokens_for(job, prepared.model_map)
-    searched = windows[-held_back(len(windows)) :]
+    left_out = held_back(len(windows))
+    searched = windows[-left_out:]
     units = units_of(prepared.model_map, plan)
-    options = sensitivities(job, prepared, units)
+    options = sensitivities(job, prepared, units, windows)
     times = unit_times(job.recipe, units, searched_formats(job.recipe), job.progress)
     by_time = job.recipe.budget.prefer == "speed"
     priced = tuple(
@@ -107,7 +109,7 @@ def seek(job: Job, prepared: Prepared, plan: Plan, folder: Path) -> Seeker:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
         chosen = {layer: choices[unit.name] for unit in options for layer in unit.layers}
-        export(job, prepared, chosen, made)
+        round_and_export(job, prepared, {**job.recipe.layers, **chosen}, made)
         model = open_model(kind_of(prepared.model_map), made)
         loss = loss_on(original, outputs_of(model), searched)
         del model
@@ -121,7 +123,7 @@ def seek(job: Job, prepared: Prepared, plan: Plan, folder: Path) -> Seeker:
         limit=job.recipe.budget.evaluations,
         tried={},
     )
-    return Seeker(job=job, search=search, folder=folder)
+    return Seeker(job=job, search=search, left_out=left_out)
 
 
 def units_of(model_map: ModelMap, plan: Plan) -> tuple[Pack, ...]:
@@ -131,9 +133,10 @@ def units_of(model_map: ModelMap, plan: Plan) -> tuple[Pack, ...]:
     return tuple(pack for pack in contents.packs if pack.grid)
 
 
-def sensitivities(job: Job, prepared: Prepared, units: Sequence[Pack]) -> Sensitivity:
-    """The table of losses, from a file where it is known."""
-    windows = tokens_for(job, prepared.model_map)
+def sensitivities(
+    job: Job, prepared: Prepared, units: Sequence[Pack], windows: NDArray[np.int64]
+) -> Sensitivity:
+    """The table of losses on windows that a search does not measure on, from a file where it is known."""
     seen = windows[: len(windows) - held_back(len(windows))]
     tokens = seen[: max(1, TABLE_TOKENS // seen.shape[1])]
     names = searched_formats(job.recipe)
@@ -190,38 +193,6 @@ def bytes_of(pack: Pack, name: str) -> float:
     return float(format_named(name, pack).grid.num_bytes(rows, columns))
 
 
-def own_formats(model_map: ModelMap, chosen: Mapping[str, str]) -> dict[str, Format]:
-    """Projection -> format, for those that are not left as they were."""
-    return {
-        layer.name: format_for(chosen[layer.name], is_head=layer.role == "lm_head")
-        for layer in model_map.layers
-        if chosen.get(layer.name, FLOAT) != FLOAT
-    }
-
-
-def floats_of(chosen: Mapping[str, str]) -> list[str]:
-    """The projections that the search leaves as they were."""
-    return [name for name, scheme in chosen.items() if scheme == FLOAT]
-
-
-def export(job: Job, prepared: Prepared, chosen: Mapping[str, str], folder: Path) -> Exported:
-    """One configuration as a file that runs."""
-    return write_model(
-        prepared.model_map,
-        planned(job.recipe, prepared.model_map, floats=floats_of(chosen)),
-        prepared.weights,
-        folder,
-        scheme_name=job.recipe.scheme,
-        fit=job.recipe.fit,
-        target_name=job.recipe.target,
-        single_file_bytes=job.recipe.single_file_mb << 20,
-        original=job.source.folder,
-        formats=own_formats(prepared.model_map, chosen),
-        adds_biases=job.recipe.bias_correction,
-        evidence=prepared.evidence,
-    )
-
-
 def loss_on(reference: Logits, quantized: Logits, windows_BT: NDArray[np.int64]) -> Loss:
     """What a model loses on windows that are each read from their beginning."""
     length = windows_BT.shape[1]
@@ -233,6 +204,11 @@ def loss_on(reference: Logits, quantized: Logits, windows_BT: NDArray[np.int64])
         stride=length,
         text="calibration text",
     )
+    return loss_of(found)
+
+
+def loss_of(found: Accuracy) -> Loss:
+    """What a budget is held against."""
     return Loss(
         ppl_increase=found.increase,
         kl_divergence=found.kl_divergence,

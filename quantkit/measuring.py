@@ -64,6 +64,7 @@ from quantkit.subjects import (
 
 PROVIDER = "CPUExecutionProvider"
 CONFIG_FILES = ("config.json", "generation_config.json")  # a decoder's first token is told there
+RANDOM_TOKENS = 2048
 LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
 COPIES_TO_PLACE = 3  # of the weights, in the sessions that tell where nodes run
 SAFE_SHARE = 0.6  # of the free memory that a float reference may take
@@ -100,8 +101,15 @@ class Measured:
     notes: tuple[str, ...] = ()
 
 
-def measure(subject: Subject, *, progress: Progress) -> Measured:
-    """Everything that the recipe asks for."""
+def accuracy_of(subject: Subject, *, progress: Progress) -> Accuracy | None:
+    """A decoder with real weights beside its original, and nothing else; None where no text can be read."""
+    quantized = open_model(subject.exported.kind, subject.exported.folder, threads=subject.threads)
+    found = _compare(subject, quantized, None, progress, [])
+    return found if isinstance(found, Accuracy) else None
+
+
+def measure(subject: Subject, *, progress: Progress, known: Accuracy | None = None) -> Measured:
+    """Everything that the recipe asks for; an accuracy that is `known` is not measured again."""
     wanted = subject.recipe.measure
     if not (wanted.accuracy or wanted.latency or wanted.memory):
         return Measured()
@@ -115,7 +123,9 @@ def measure(subject: Subject, *, progress: Progress) -> Measured:
         kind = subject.exported.kind
         quantized = open_model(kind, subject.exported.folder, threads=subject.threads)
         reference = open_model(kind, twin.folder, threads=subject.threads) if twin else None
-        compared = _compare(subject, quantized, reference, progress, notes) if wanted.accuracy else None
+        compared: Accuracy | Similarity | None = None
+        if wanted.accuracy:
+            compared = known or _compare(subject, quantized, reference, progress, notes)
         lengths = timed_lengths(wanted, subject.model_map.max_positions or LARGEST_WINDOW)
         latency = _latency(subject, quantized, reference, lengths, progress) if wanted.latency else None
         if latency and reads_and_answers(quantized):
@@ -203,7 +213,7 @@ def _compare(
         window = min(window, wanted.window or wanted.prompt)
         with progress.stage("accuracy", total=len(tokens[0]), unit="tokens") as count:
             return measure_similarity(**common, window=window, progress=count)
-    stride = min(wanted.stride or window // 2, window - 1)
+    stride = stride_of(wanted, window)
     with progress.stage("accuracy", total=len(tokens[0]) - 1, unit="tokens") as count:
         return measure_accuracy(**common, window=window, stride=stride, progress=count)
 
@@ -230,18 +240,28 @@ def _tokens(subject: Subject, vocab_size: int, notes: list[str]) -> tuple[NDArra
     """(token ids, name of the text)."""
     wanted = subject.recipe.measure
     if subject.recipe.random_weights:
-        ids = np.random.default_rng(0).integers(0, vocab_size, min(wanted.max_tokens, 2048))
-        return ids.astype(np.int64), "random tokens"
+        return random_text(wanted, vocab_size)
     folder = subject.exported.folder
     if not (folder / TOKENIZER_FILE).exists():
         notes.append("accuracy was not measured: the checkpoint brings no tokenizer")
         return None
-    text, name = read_text(wanted)
-    ids = np.array(open_text(folder).encode(text)[: wanted.max_tokens], np.int64)
+    ids, name = encoded_text(wanted, folder)
     if len(ids) and ids.max() >= vocab_size:
         notes.append("accuracy was not measured: the tokenizer makes ids that the model does not have")
         return None
     return ids, name
+
+
+def random_text(wanted: Measure, vocab_size: int) -> tuple[NDArray[np.int64], str]:
+    """(token ids, their name) for random weights, which no text suits better."""
+    ids = np.random.default_rng(0).integers(0, vocab_size, min(wanted.max_tokens, RANDOM_TOKENS))
+    return ids.astype(np.int64), "random tokens"
+
+
+def encoded_text(wanted: Measure, folder: Path) -> tuple[NDArray[np.int64], str]:
+    """(token ids, the text's name), by the tokenizer in the folder."""
+    text, name = read_text(wanted)
+    return np.array(open_text(folder).encode(text)[: wanted.max_tokens], np.int64), name
 
 
 def read_text(wanted: Measure) -> tuple[str, str]:
@@ -259,6 +279,11 @@ def read_text(wanted: Measure) -> tuple[str, str]:
             allowed="a text file in UTF-8",
             next_step="check --text",
         ) from error
+
+
+def stride_of(wanted: Measure, window: int) -> int:
+    """Tokens from window to window: as asked for, at most a whole one, or half of it."""
+    return min(wanted.stride or max(1, window // 2), window)
 
 
 def timed_lengths(wanted: Measure, context: int) -> tuple[int, int]:
@@ -304,11 +329,7 @@ def _memory(
     subject: Subject, twin: Exported | None, run: str, lengths: tuple[int, int], progress: Progress
 ) -> Memory:
     def peak(what: str, folder: Path) -> int:
-        trial = [sys.executable, "-m", "quantkit.runtime.trial", what, str(folder)]
-        ran = run_and_measure([*trial, *map(str, (*lengths, subject.threads))])
-        if ran.exit_code:
-            raise RuntimeError(f"the trial run failed: {ran.errors.strip()[-400:]}")
-        return ran.peak_bytes
+        return peak_bytes(what, folder, lengths, subject.threads)
 
     def both(folder: Path) -> PeakMemory:
         return PeakMemory(load_peak_bytes=peak("load", folder), run_peak_bytes=peak(run, folder))
@@ -319,6 +340,15 @@ def _memory(
             reference=both(twin.folder) if twin else None,
             empty_process_bytes=peak("empty", subject.exported.folder),
         )
+
+
+def peak_bytes(what: str, folder: Path, lengths: tuple[int, int], threads: int) -> int:
+    """The most memory of one trial run in a process of its own."""
+    trial = [sys.executable, "-m", "quantkit.runtime.trial", what, str(folder)]
+    ran = run_and_measure([*trial, *map(str, (*lengths, threads))])
+    if ran.exit_code:
+        raise RuntimeError(f"the trial run failed: {ran.errors.strip()[-400:]}")
+    return ran.peak_bytes
 
 
 def environment() -> Environment:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,8 @@ def searches(recipe: Recipe) -> bool:
     return recipe.budget.max_ppl_increase is not None or recipe.budget.max_kl is not None
 
 
-def planned(recipe: Recipe, model_map: ModelMap, *, floats: Sequence[str] = ()) -> Plan:
-    """The plan of a recipe; what it or a search leaves in float is excluded by name."""
+def planned(recipe: Recipe, model_map: ModelMap) -> Plan:
+    """The plan of a recipe; what it leaves in float is excluded."""
     own = recipe.layers
     check_patterns(model_map, tuple(own), "layer")
     for name in own.values():
@@ -94,7 +94,7 @@ def planned(recipe: Recipe, model_map: ModelMap, *, floats: Sequence[str] = ()) 
         model_map,
         min_dim=recipe.select.min_dim,
         include=recipe.select.include,
-        exclude=[*recipe.select.exclude, *(each for each, name in own.items() if name == FLOAT), *floats],
+        exclude=[*recipe.select.exclude, *(each for each, name in own.items() if name == FLOAT)],
     )
 
 

@@ -21,7 +21,7 @@ from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weight_source import open_weights, with_weights
 from quantkit.opening import Opened, job_of, open_model
-from quantkit.preparation import discard, prepare, searches
+from quantkit.preparation import discard, prepare, searches, tokens_for
 from quantkit.recipe import Recipe, dump_recipe
 from quantkit.records import Plan, to_json
 from quantkit.report.progress import Progress
@@ -81,7 +81,7 @@ def run(
         recipe = written.recipe
         text = dump_recipe(recipe)
         (partial / RECIPE_FILE).write_text(text, encoding="utf-8")
-        measured = measure(written.subject, progress=progress)
+        measured = measure(written.subject, progress=progress, known=written.accuracy)
         exported = written.subject.exported
         report = Report(
             model=opened.model_map.name,
@@ -128,7 +128,8 @@ def sensitivity(recipe: Recipe, *, resumes: bool = True, quiet: bool = False) ->
     opened = open_model(recipe, progress)
     job = job_of(opened, progress, resumes=resumes)
     prepared = prepare(job, opened.model_map, opened.weights)
-    found = sensitivities(job, prepared, units_of(prepared.model_map, opened.plan))
+    windows = tokens_for(job, prepared.model_map)
+    found = sensitivities(job, prepared, units_of(prepared.model_map, opened.plan), windows)
     discard(prepared)
     return opened, found
 

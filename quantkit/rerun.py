@@ -8,7 +8,6 @@ Nothing is downloaded unless it is named.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.evaluate.accuracy import Logits, TextPerplexity, measure_accuracy, measure_perplexity
 from quantkit.evaluate.latency import Budget, measure_latency, timing_of
-from quantkit.evaluate.memory import floor_ms, run_and_measure
+from quantkit.evaluate.memory import floor_ms
 from quantkit.evaluate.similarity import measure_similarity
 from quantkit.measurements import (
     Accuracy,
@@ -35,7 +34,15 @@ from quantkit.measurements import (
     Similarity,
     UnplacedNode,
 )
-from quantkit.measuring import LARGEST_WINDOW, PROVIDER, read_text, timed_lengths
+from quantkit.measuring import (
+    LARGEST_WINDOW,
+    PROVIDER,
+    encoded_text,
+    peak_bytes,
+    random_text,
+    stride_of,
+    timed_lengths,
+)
 from quantkit.model.load import DEMO_NAME, open_source
 from quantkit.model.weight_source import reference_logits, with_weights
 from quantkit.quantization import RECIPE_FILE
@@ -45,7 +52,6 @@ from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.encoder import Encoder, open_encoder
 from quantkit.runtime.provider_trial import Asked, try_provider
 from quantkit.runtime.session import MODEL_FILE, Decoder, open_decoder
-from quantkit.runtime.text import open_text
 from quantkit.runtime.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.traced import holds_model
 from quantkit.stages import WEIGHTS_FILE
@@ -59,7 +65,6 @@ from quantkit.subjects import (
     runs_of,
 )
 
-RANDOM_TOKENS = 2048  # as many as the main job takes where weights are random
 # Texts whose logits providers are compared by: few, since an emulator takes seconds for each.
 COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
 
@@ -172,7 +177,7 @@ def evaluate(opened: Opened, *, reference: str | None, progress: Progress) -> Ev
                 **common, reference=original, quantized=quantized, window=window, progress=count
             )
         return Evaluated(result=result, reference=name, notes=tuple(notes))
-    common |= {"window": window, "stride": min(wanted.stride or max(1, window // 2), window)}
+    common |= {"window": window, "stride": stride_of(wanted, window)}
     with progress.stage("accuracy", total=len(ids) - 1, unit="tokens") as count:
         if original is None:
             result = measure_perplexity(**common, model=quantized, progress=count)
@@ -208,10 +213,8 @@ def _tokens(opened: Opened) -> tuple[NDArray[np.int64], str]:
     wanted, model = opened.recipe.measure, opened.model
     vocab_size = None if isinstance(model, Encoder) else model.vocab_size
     if opened.recipe.random_weights and vocab_size:
-        ids = np.random.default_rng(0).integers(0, vocab_size, min(wanted.max_tokens, RANDOM_TOKENS))
-        return ids.astype(np.int64), "random tokens"
-    text, name = read_text(wanted)
-    ids = np.array(open_text(opened.folder).encode(text)[: wanted.max_tokens], np.int64)
+        return random_text(wanted, vocab_size)
+    ids, name = encoded_text(wanted, opened.folder)
     if vocab_size and len(ids) and ids.max() >= vocab_size:
         raise InputError(
             f"its tokenizer makes id {ids.max()}, and the model has {vocab_size} tokens",
@@ -274,11 +277,7 @@ def _memory(folder: Path, run: str, lengths: tuple[int, int], threads: int) -> M
     """Peaks of processes of their own."""
 
     def peak(what: str) -> int:
-        trial = [sys.executable, "-m", "quantkit.runtime.trial", what, str(folder)]
-        ran = run_and_measure([*trial, *map(str, (*lengths, threads))])
-        if ran.exit_code:
-            raise RuntimeError(f"the trial run failed: {ran.errors.strip()[-400:]}")
-        return ran.peak_bytes
+        return peak_bytes(what, folder, lengths, threads)
 
     peaks = PeakMemory(load_peak_bytes=peak("load"), run_peak_bytes=peak(run))
     return Memory(quantized=peaks, empty_process_bytes=peak("empty"))

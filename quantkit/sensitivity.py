@@ -30,7 +30,8 @@ from quantkit.measurements import Choice, UnitOptions
 from quantkit.model.families import family_of
 from quantkit.model.linears import weight_OI
 from quantkit.model.places import checkpoint_name
-from quantkit.quantizers.apply import Evidences, fitted_rows, input_grid
+from quantkit.quantizers import QUANTIZERS
+from quantkit.quantizers.apply import Evidences, fit_for, input_grid, usable
 from quantkit.records import ModelMap, Role
 from quantkit.schemes import FLOAT, Format, format_for
 from quantkit.tensor_records import Pack
@@ -92,13 +93,14 @@ def replaced(
     undo: list[Callable[[], Any]] = []
     seen = evidence(unit.layers[0])
     fixed = input_grid(unit.name, chosen, seen)
+    fit_rows = fit_for(usable(QUANTIZERS[fit], seen), chosen.grid, seen)  # all of a unit read one input
     try:
         for layer in unit.layers:
             linear = modules[layer.matrix]
             target = weight_OI(linear, layer.stored_as).detach()
             rows = rows_of(layer.rows)
             original = target[rows].clone()
-            encoded = fitted_rows(original.float().numpy(), chosen.grid, fit=fit, seen=seen)
+            encoded = fit_rows(original.float().numpy())
             target[rows] = torch.from_numpy(decode_all(encoded, layer.in_features)).to(target.dtype)
             undo.append(partial(target.index_copy_, 0, rows, original))
         rounding = rounding_of(chosen, unit.layers[0].role, fixed)

@@ -38,7 +38,7 @@ from quantkit.quantizers.losses import Sums
 from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
-from quantkit.schemes import SCHEMES, Format
+from quantkit.schemes import SCHEMES
 from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, formats_of
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -100,7 +100,7 @@ def write_model(
     single_file_bytes: int,
     original: Path | None = None,
     keeps_checkpoint: bool = False,
-    formats: Mapping[str, Format] | None = None,
+    layers: Mapping[str, str] | None = None,
     adds_biases: bool = False,
     evidence: Evidences = lambda _: None,
     losses: dict[str, Sums] | None = None,
@@ -108,8 +108,8 @@ def write_model(
 ) -> Exported:
     """Quantize and export; what is on disk afterwards was read again and agrees with the plan.
 
-    `original` is the folder of the source: only a model that must be traced needs it. `formats` are those of
-    projections whose format is not the scheme's; `losses` is filled with what each pack lost.
+    `original` is the folder of the source: only a model that must be traced needs it. `layers` are pattern ->
+    scheme of projections that have one of their own; `losses` is filled with what each pack lost.
     """
     scheme, kind, target = SCHEMES[scheme_name], kind_of(model_map), TARGETS[target_name]
     if target.is_half and kind == "traced":
@@ -118,7 +118,7 @@ def write_model(
             where=f"--target {target_name}",
             next_step="leave --target out",
         )
-    wanted = {**formats_of(model_map, scheme), **(formats or {})}
+    wanted = formats_of(model_map, scheme, layers)
     contents = contents_of(
         model_map,
         plan,

@@ -10,25 +10,22 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from quantkit.budget import seek
+from quantkit.budget import loss_of, seek
 from quantkit.caching import quantize_cache
 from quantkit.errors import InputError
-from quantkit.measurements import LayerLoss, Loss, SearchResult
-from quantkit.measuring import Subject, measure
+from quantkit.measurements import Accuracy, LayerLoss, Loss, SearchResult
+from quantkit.measuring import Subject, accuracy_of
 from quantkit.opening import Opened
-from quantkit.preparation import Job, Prepared, held_back, planned, tokens_for
+from quantkit.preparation import Job, Prepared, planned
 from quantkit.quantizers import PLAIN
 from quantkit.quantizers.losses import Sums
 from quantkit.recipe import Budget, Recipe, override
 from quantkit.records import Plan
-from quantkit.schemes import SCHEMES
-from quantkit.stages import write_model
-from quantkit.tensor_records import Contents, formats_of
+from quantkit.rounding import export_options, round_and_export
+from quantkit.tensor_records import Contents
 
 MARGIN = 0.9  # of what a failed verdict leaves to spend
-ONLY_ACCURACY = {"measure.accuracy": True, "measure.latency": False, "measure.memory": False}
 
 
 def layer_losses(
@@ -65,10 +62,15 @@ class Written:
     """A file that runs, and all that led to it."""
 
     subject: Subject
-    recipe: Recipe
     plan: Plan
     losses: Mapping[str, Sums]
     search: SearchResult | None = None
+    accuracy: Accuracy | None = None  # of the verdict: the same text, so it is not measured again
+
+    @property
+    def recipe(self) -> Recipe:
+        """What makes this file again."""
+        return self.subject.recipe
 
 
 def write(
@@ -81,40 +83,23 @@ def write(
     keeps_checkpoint: bool,
 ) -> Written:
     """Round and export; `layers` are the schemes of their own that projections have."""
-    recipe = override(job.recipe, {"layers": dict(layers)})
-    plan, losses = planned(recipe, prepared.model_map), dict[str, Sums]()
-    options: dict[str, Any] = {
-        "scheme_name": recipe.scheme,
-        "target_name": recipe.target,
-        "single_file_bytes": recipe.single_file_mb << 20,
-        "original": None if recipe.random_weights else job.source.folder,
-    }
+    losses: dict[str, Sums] = {}
     num_weights = sum(layer.num_weights for layer in prepared.model_map.layers)
     with job.progress.stage("quantize and export", total=num_weights, unit="weights") as count:
-        exported = write_model(
-            prepared.model_map,
-            plan,
-            prepared.weights,
-            partial,
-            fit=recipe.fit,
-            keeps_checkpoint=keeps_checkpoint,
-            formats=formats_of(prepared.model_map, SCHEMES[recipe.scheme], recipe.layers),
-            adds_biases=recipe.bias_correction,
-            evidence=prepared.evidence,
-            losses=losses,
-            count=count,
-            **options,
+        exported = round_and_export(
+            job, prepared, layers, partial, keeps_checkpoint=keeps_checkpoint, losses=losses, count=count
         )
     quantize_cache(job, prepared.model_map, exported)
+    recipe = override(job.recipe, {"layers": dict(layers)})
     subject = Subject(
         exported=exported,
         model_map=opened.model_map,
         source=opened.source,
         weights=opened.weights,
         recipe=recipe,
-        options={**options, "fit": PLAIN},
+        options={**export_options(job), "fit": PLAIN},
     )
-    return Written(subject=subject, recipe=recipe, plan=plan, losses=losses)
+    return Written(subject=subject, plan=planned(recipe, prepared.model_map), losses=losses)
 
 
 def write_within_budget(
@@ -124,45 +109,34 @@ def write_within_budget(
     trials = partial / ".trials"
     seeker = seek(job, prepared, opened.plan, trials)
     budget, tightened, verdicts = seeker.search.budget, 1.0, list[Loss]()
-    quick = replace(job, recipe=override(job.recipe, ONLY_ACCURACY))
     while True:
         candidate = seeker.propose(tightened=tightened)
-        written = write(
-            quick, prepared, opened, partial, seeker.formats_of(candidate), keeps_checkpoint=keeps_checkpoint
-        )
-        verdicts.append(_verdict(written.subject, job))
+        layers = {**job.recipe.layers, **seeker.formats_of(candidate)}
+        written = write(job, prepared, opened, partial, layers, keeps_checkpoint=keeps_checkpoint)
+        found = _verdict(written.subject, job)
+        verdicts.append(loss_of(found))
         share, promised = budget.share(verdicts[-1]), budget.share(candidate.loss)
         is_last = promised > tightened or seeker.left <= len(verdicts)
         if share <= 1 or is_last:
             break
         tightened = min(tightened, promised) / share * MARGIN
     shutil.rmtree(trials, ignore_errors=True)
-    left_out = held_back(len(tokens_for(job, prepared.model_map)))
-    decided = {
-        "layers": dict(written.recipe.layers),
-        "budget": Budget().model_dump(),
-        "calibration.leave_out": left_out,
-    }
-    recipe = override(job.recipe, decided)
+    decided = {"budget": Budget().model_dump(), "calibration.leave_out": seeker.left_out}
     return replace(
         written,
-        recipe=recipe,
         search=seeker.result(candidate, verdicts),
-        subject=replace(written.subject, recipe=recipe),
+        subject=replace(written.subject, recipe=override(written.recipe, decided)),
+        accuracy=found,
     )
 
 
-def _verdict(subject: Subject, job: Job) -> Loss:
+def _verdict(subject: Subject, job: Job) -> Accuracy:
     """On the text of the final measurement, which no search saw."""
-    found = measure(subject, progress=job.progress).accuracy
+    found = accuracy_of(subject, progress=job.progress)
     if found is None:
         raise InputError(
             "no accuracy can be measured, so no budget can be held",
             where=subject.model_map.name,
             next_step="a tokenizer beside the weights, or --text, is what is missing",
         )
-    return Loss(
-        ppl_increase=found.increase,
-        kl_divergence=found.kl_divergence,
-        top1_agreement=found.top1_agreement,
-    )
+    return found

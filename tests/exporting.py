@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weight_source import open_weights
@@ -17,6 +19,29 @@ from quantkit.plan import choose
 from quantkit.records import Layer
 from quantkit.stages import NOTHING, Exported, write_companions, write_model
 from quantkit.tensor_records import Evidence
+
+DECODERS = (
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+)
+
+
+def decoder_cases() -> list:
+    """Every tiny config of every family that is written as a fused graph."""
+    return [
+        pytest.param(name, {**FAMILIES[name].tiny, **variant}, id=f"{name}-{number}")
+        for name in DECODERS
+        for number, variant in enumerate(({}, *FAMILIES[name].variants))
+    ]
 
 
 def build_tiny(tiny_class: str, sizes: dict, *, spread: float = 0.1, dtype=torch.float32):
@@ -85,4 +110,4 @@ def error(made: np.ndarray, wanted: np.ndarray) -> Error:
     return Error(absolute=difference, relative=difference / float(np.abs(wanted).max()))
 
 
-__all__ = ["NOTHING", "build_tiny", "error", "export", "observe"]
+__all__ = ["DECODERS", "NOTHING", "build_tiny", "decoder_cases", "error", "export", "observe"]

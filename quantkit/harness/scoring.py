@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.evaluate.accuracy import score_tokens
 from quantkit.runtime.generate import Sampling, generate
-from quantkit.runtime.session import Decoder, Floats, Ints
+from quantkit.runtime.session import Decoder, last_logits
 from quantkit.runtime.text import Text
 
 AUTO_BYTES = 256 << 20  # of logits that a batch of automatic size may make
@@ -111,22 +109,6 @@ def _batches(rows: Sequence[Row], vocab_size: int, batch_size: int | None) -> It
             end += 1
         yield rows[begin:end]
         begin = end
-
-
-def last_logits(decoder: Decoder, ids: Ints, count: int) -> Floats:
-    """Logits of the last `count` positions of texts from their beginning, [batch, count, vocabulary]."""
-    batch, length = ids.shape
-    feeds: dict[str, NDArray[Any]] = {
-        "input_ids": np.ascontiguousarray(ids),
-        "attention_mask": np.ones((batch, length), np.int64),
-        "position_ids": np.ascontiguousarray(np.broadcast_to(np.arange(length), (batch, length))),
-        "num_logits": np.array([count], np.int64),
-    }
-    for past, _, heads, width in decoder.caches:
-        feeds[past] = np.zeros((batch, heads, 0, width), np.float32)
-    logits: Floats = decoder.session.run(["logits"], feeds)[0]
-    assert logits.shape[1] == count, (logits.shape, count)
-    return logits
 
 
 def rolling_windows(tokens: Tokens, *, prefix: int, max_length: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -155,7 +155,7 @@ class _Stream:
     ) -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
         """One task for each run of rows: their codes, what the bias must make up for, what is lost."""
         quantizer = usable(self.quantizer, seen)
-        prepared = quantizer.prepare(seen, grid) if quantizer.prepare and seen else None
+        fit = fit_for(quantizer, grid, seen)
         mean_I = seen.mean_I if seen and pack.adds_bias else None
 
         second_moment_II = seen.second_moment_II if seen else None
@@ -164,7 +164,7 @@ class _Stream:
         def task(rows: Callable[[], Floats]) -> Callable[[], tuple[Encoded, Floats, Sums]]:
             def work() -> tuple[Encoded, Floats, Sums]:
                 weight_OI = rows()
-                encoded = quantizer.fit(weight_OI, grid, prepared)
+                encoded = fit(weight_OI)
                 lost = sums_of(weight_OI, encoded, grid, second_moment_II, is_plain=is_plain)
                 if mean_I is None:
                     return encoded, np.zeros(len(weight_OI), np.float32), lost
@@ -245,11 +245,10 @@ def usable(quantizer: Quantizer, seen: Evidence | None) -> Quantizer:
     return QUANTIZERS[PLAIN] if is_blind else quantizer
 
 
-def fitted_rows(weight_OI: Floats, grid: Grid, *, fit: str, seen: Evidence | None) -> Encoded:
-    """Some rows of one matrix by a fit of the table."""
-    quantizer = usable(QUANTIZERS[fit], seen)
+def fit_for(quantizer: Quantizer, grid: Grid, seen: Evidence | None) -> Callable[[Floats], Encoded]:
+    """A fit of any rows of one matrix, with what they share prepared."""
     prepared = quantizer.prepare(seen, grid) if quantizer.prepare and seen else None
-    return quantizer.fit(weight_OI, grid, prepared)
+    return lambda weight_OI: quantizer.fit(weight_OI, grid, prepared)
 
 
 def input_grid(name: str, chosen: Format, seen: Evidence | None) -> tuple[float, int] | None:

@@ -8,7 +8,7 @@ reach p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,15 +82,7 @@ def generate(
     """The next token of every row, step by step; None for a row that has ended."""
     sampling = sampling or Sampling()
     check_sampling(sampling)
-    if not prompts or any(not prompt for prompt in prompts):
-        raise InputError("an empty prompt gives the model nothing to go on from", where="prompt")
-    too_large = max(max(prompt) for prompt in prompts)
-    if too_large >= decoder.vocab_size:
-        raise InputError(
-            f"the tokenizer made id {too_large}, and the model has {decoder.vocab_size} tokens",
-            where="prompt",
-            next_step="the tokenizer belongs to another model; copy the one that the checkpoint came with",
-        )
+    check_prompts(prompts, decoder.vocab_size)
     longest = max(len(prompt) for prompt in prompts)
     state = start(decoder, batch=len(prompts), capacity=longest + max_new_tokens)
     ids = np.zeros((len(prompts), longest), np.int64)
@@ -98,13 +90,43 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
         mask[row, : len(prompt)] = 1
+    yield from continue_rows(
+        step(state, ids, mask),
+        lambda tokens, _: step(state, tokens[:, None]),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+    )
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Refuse what no model can go on from."""
+    if not prompts or any(not prompt for prompt in prompts):
+        raise InputError("an empty prompt gives the model nothing to go on from", where="prompt")
+    too_large = max(max(prompt) for prompt in prompts)
+    if too_large >= vocab_size:
+        raise InputError(
+            f"the tokenizer made id {too_large}, and the model has {vocab_size} tokens",
+            where="prompt",
+            next_step="the tokenizer belongs to another model; copy the one that the checkpoint came with",
+        )
+
+
+def continue_rows(
+    logits: NDArray[np.float32],
+    advance: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.float32]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+) -> Iterator[list[int | None]]:
+    """Tokens step by step from the logits after the prompts; `advance` is told tokens and the open rows."""
     random = np.random.default_rng(sampling.seed)
-    is_open = np.ones(len(prompts), bool)
-    logits = step(state, ids, mask)
+    is_open = np.ones(len(logits), bool)
     for count in range(max_new_tokens):
         tokens = choose_tokens(logits, sampling, random)
         yield [int(token) if still else None for token, still in zip(tokens, is_open, strict=True)]
         is_open &= ~np.isin(tokens, list(stop_ids))
         if not is_open.any() or count + 1 == max_new_tokens:
             return
-        logits = step(state, tokens[:, None])
+        logits = advance(tokens, is_open)

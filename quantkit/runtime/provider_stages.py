@@ -9,7 +9,6 @@ prompt's, the one that takes a single token makes the next.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from quantkit.runtime.checks import check_provider
 from quantkit.runtime.doctor import read_cpu, read_hardware
 from quantkit.runtime.placement import assigned, explained, feeds_of, placement_of, read_macs, record_options
 from quantkit.runtime.providers import Provider, open_on, provider_status
-from quantkit.runtime.session import CACHE_TYPES, Decoder, State, start, step
+from quantkit.runtime.session import State, decoder_of, start, step
 from quantkit.runtime.traced import TracedState, go_on, read_prompt, traced_decoder
 
 FEWEST_RUNS, MOST_RUNS = 3, 15
@@ -161,25 +160,6 @@ def _free_phases(trial: Trial, session: onnxruntime.InferenceSession) -> Phases:
         prefill=lambda: step(states[0], ids),
         step=lambda: step(states[0], token),
         prepare=prepare,
-    )
-
-
-def decoder_of(session: onnxruntime.InferenceSession) -> Decoder:
-    """A session on any provider, to be run with its caches in place; without caches it is no decoder."""
-    inputs = {each.name: each for each in session.get_inputs()}
-    caches = tuple(
-        (name, name.replace(PAST, "present"), int(each.shape[1]), int(each.shape[3]))
-        for name, each in inputs.items()
-        if name.startswith(PAST) and len(each.shape) == 4 and isinstance(each.shape[1], int)
-    )
-    metadata = json.loads(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
-    return Decoder(
-        session=session,
-        caches=caches,
-        context=int(metadata.get("max_positions") or 2048),
-        vocab_size=0,  # nothing here asks
-        metadata=metadata,
-        cache_type=CACHE_TYPES[inputs[caches[0][0]].type] if caches else np.float32,
     )
 
 

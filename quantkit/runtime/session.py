@@ -8,6 +8,7 @@ the same numbers in the same order as a row alone.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import weakref
 from collections.abc import Sequence
@@ -76,26 +77,34 @@ def open_decoder(folder: Path, *, threads: int | None = None, context: int | Non
     """Open an artifact's decoder."""
     path = folder / MODEL_FILE if folder.is_dir() else folder
     session = open_session(path, threads=threads)
-    inputs = {each.name: each for each in session.get_inputs()}
-    outputs = {each.name: each for each in session.get_outputs()}
+    inputs, outputs = (
+        {each.name for each in values} for values in (session.get_inputs(), session.get_outputs())
+    )
     if "logits" not in outputs or "input_ids" not in inputs:
         raise InputError(
             "not a model that generates text (no logits, or no input_ids)",
             where=str(path),
             next_step="'quantkit generate' wants a decoder",
         )
+    decoder = decoder_of(session)
+    return decoder if context is None else dataclasses.replace(decoder, context=context)
+
+
+def decoder_of(session: onnxruntime.InferenceSession) -> Decoder:
+    """A session on any provider, to be run with its caches in place; without caches it is no decoder."""
+    inputs = {each.name: each for each in session.get_inputs()}
     caches = tuple(
         (name, name.replace("past_key_values", "present"), int(each.shape[1]), int(each.shape[3]))
         for name, each in inputs.items()
-        if name.startswith("past_key_values")
+        if name.startswith("past_key_values") and len(each.shape) == 4 and isinstance(each.shape[1], int)
     )
-    stored = session.get_modelmeta().custom_metadata_map.get("quantkit", "{}")
-    metadata = json.loads(stored)
+    metadata = json.loads(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
+    widths = (each.shape[-1] for each in session.get_outputs() if each.name == "logits")
     return Decoder(
         session=session,
         caches=caches,
-        context=context or int(metadata.get("max_positions") or 2048),
-        vocab_size=int(outputs["logits"].shape[-1]),
+        context=int(metadata.get("max_positions") or 2048),
+        vocab_size=int(next(widths, 0)),
         metadata=metadata,
         cache_type=CACHE_TYPES[inputs[caches[0][0]].type] if caches else np.float32,
     )
@@ -226,33 +235,34 @@ def all_logits(decoder: Decoder, ids: Ints, mask: Ints | None = None) -> Floats:
     shown = np.ones(ids.shape, np.int64) if mask is None else mask.astype(np.int64)
     if length < decoder.context:
         ids, shown = with_even_count(ids, shown)
-    feeds: dict[str, NDArray[Any]] = {
-        "input_ids": np.ascontiguousarray(ids, np.int64),
-        "attention_mask": shown,
-        "position_ids": positions_of(shown, ids.shape[1]),
-        "num_logits": np.array([ids.shape[1]], np.int64),
-    }
-    feeds |= _no_past(decoder, len(ids))
-    logits: Floats = decoder.session.run(["logits"], feeds)[0]
+    logits: Floats = decoder.session.run(["logits"], _feeds(decoder, ids, shown, ids.shape[1]))[0]
     return logits[:, :length]
+
+
+def last_logits(decoder: Decoder, ids: Ints, count: int) -> Floats:
+    """Logits of the last `count` positions of texts from their beginning, [batch, count, vocabulary]."""
+    logits: Floats = decoder.session.run(["logits"], _feeds(decoder, ids, np.ones_like(ids), count))[0]
+    assert logits.shape[1] == count, (logits.shape, count)
+    return logits
 
 
 def cached_values(decoder: Decoder, ids: Ints) -> list[NDArray[Any]]:
     """Keys and values of every layer after a text, as they would be cached."""
-    shown = np.ones(ids.shape, np.int64)
-    feeds: dict[str, NDArray[Any]] = {
-        "input_ids": np.ascontiguousarray(ids, np.int64),
-        "attention_mask": shown,
-        "position_ids": positions_of(shown, ids.shape[1]),
-    }
-    feeds |= _no_past(decoder, len(ids))
     names = [present for _, present, _, _ in decoder.caches]
-    values: list[NDArray[Any]] = decoder.session.run(names, feeds)
+    values: list[NDArray[Any]] = decoder.session.run(names, _feeds(decoder, ids, np.ones_like(ids), 1))
     return values
 
 
-def _no_past(decoder: Decoder, batch: int) -> dict[str, NDArray[Any]]:
-    return {
-        past: np.zeros((batch, heads, 0, width), decoder.cache_type)
+def _feeds(decoder: Decoder, ids: Ints, shown: Ints, num_logits: int) -> dict[str, NDArray[Any]]:
+    """Texts from their beginning."""
+    pasts = {
+        past: np.zeros((len(ids), heads, 0, width), decoder.cache_type)
         for past, _, heads, width in decoder.caches
+    }
+    return {
+        "input_ids": np.ascontiguousarray(ids, np.int64),
+        "attention_mask": shown,
+        "position_ids": positions_of(shown, ids.shape[1]),
+        "num_logits": np.array([num_logits], np.int64),
+        **pasts,
     }

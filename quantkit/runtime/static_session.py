@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.runtime.doctor import read_cpu
-from quantkit.runtime.providers import PROVIDERS, plugin_devices
+from quantkit.runtime.providers import PROVIDERS, open_on
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -55,7 +55,6 @@ def open_static_session(
     model: Path,
     *,
     provider: str = "cpu",
-    options: Mapping[str, str] | None = None,
     is_strict: bool = True,
     compile_to: Path | None = None,
     threads: int | None = None,
@@ -64,29 +63,25 @@ def open_static_session(
 
     `compile_to` is where a provider's compiled form of the graph is written, to be opened like a model.
     """
-    row, settings = PROVIDERS[provider], onnxruntime.SessionOptions()
+    settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     settings.intra_op_num_threads = threads or read_cpu().num_threads
-    if row.source == "plugin":
-        devices = plugin_devices(row)
-        if not devices:
-            raise InputError(f"no device of provider '{provider}'", where=str(model), next_step=row.install)
-        if is_strict:
-            settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        settings.add_provider_for_devices(devices[:1], {**row.session_options, **(options or {})})
+    if is_strict and provider != "cpu":
+        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if compile_to is not None:
         settings.add_session_config_entry("ep.context_enable", "1")
         settings.add_session_config_entry("ep.context_embed_mode", "1")
         settings.add_session_config_entry("ep.context_file_path", str(compile_to))
-    built_in = None if row.source == "plugin" else [row.onnxruntime_name]
+    session: onnxruntime.InferenceSession
     try:
-        return onnxruntime.InferenceSession(str(model), settings, providers=built_in)
+        session = open_on(PROVIDERS[provider], str(model), settings)
     except Exception as error:  # onnxruntime's own exceptions share no useful base class
         raise InputError(
             f"provider '{provider}' cannot run all of it ({' '.join(str(error).split())[:300]})",
             where=str(model),
             next_step="'quantkit doctor' lists what each provider needs",
         ) from error
+    return session
 
 
 def join(prompt: onnxruntime.InferenceSession, decode: onnxruntime.InferenceSession) -> StaticDecoder:

@@ -20,7 +20,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.generate import Sampling, check_sampling, choose_tokens
+from quantkit.runtime.generate import Sampling, check_prompts, check_sampling, continue_rows
 from quantkit.runtime.session import MODEL_FILE, Decoder, Floats, Ints, open_decoder, open_session
 
 ENCODER_FILE = "encoder_model.onnx"
@@ -231,31 +231,22 @@ def generate_traced(
     """The next token of every row, step by step; None for a row that has ended."""
     sampling = sampling or Sampling()
     check_sampling(sampling)
-    _check_prompts(model, prompts, max_new_tokens)
+    check_prompts(prompts, model.vocab_size)
+    _check_lengths(model, prompts, max_new_tokens)
     rows = [read_prompt(model, np.array([prompt], np.int64)) for prompt in prompts]
     states, logits = [state for state, _ in rows], np.concatenate([last for _, last in rows])
-    random = np.random.default_rng(sampling.seed)
-    is_open = np.ones(len(prompts), bool)
-    for count in range(max_new_tokens):
-        tokens = choose_tokens(logits, sampling, random)
-        yield [int(token) if still else None for token, still in zip(tokens, is_open, strict=True)]
-        is_open &= ~np.isin(tokens, list(stop_ids))
-        if not is_open.any() or count + 1 == max_new_tokens:
-            return
+
+    def advance(tokens: Ints, is_open: NDArray[np.bool_]) -> Floats:
         for row in np.flatnonzero(is_open):
             logits[row] = go_on(states[row], tokens[None, row : row + 1])[0]
+        return logits
+
+    yield from continue_rows(
+        logits, advance, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids
+    )
 
 
-def _check_prompts(model: Traced, prompts: Sequence[Sequence[int]], num_new: int) -> None:
-    if not prompts or any(not prompt for prompt in prompts):
-        raise InputError("an empty prompt gives the model nothing to go on from", where="prompt")
-    too_large = max(max(prompt) for prompt in prompts)
-    if too_large >= model.vocab_size:
-        raise InputError(
-            f"the tokenizer made id {too_large}, and the model has {model.vocab_size} tokens",
-            where="prompt",
-            next_step="the tokenizer belongs to another model; copy the one that the checkpoint came with",
-        )
+def _check_lengths(model: Traced, prompts: Sequence[Sequence[int]], num_new: int) -> None:
     longest = max(len(prompt) for prompt in prompts)
     # An encoder and its decoder each have the whole context for themselves.
     needed = longest + num_new if model.encoder is None else max(longest, len(model.start_ids) + num_new)

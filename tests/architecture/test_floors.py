@@ -34,6 +34,7 @@ FLOORS = {
         "sensitivity",
         "sizing",
         "preparation",
+        "rounding",
         "caching",
         "budget",
         "opening",
@@ -70,7 +71,7 @@ FENCES = {
     "matplotlib": ("report",),
     "pydantic": ("recipe.py",),
     "yaml": ("recipe.py",),
-    "typer": ("cli.py",),
+    "typer": ("cli",),
     "lm_eval": ("harness",),
 }
 TORCH_FREE = (

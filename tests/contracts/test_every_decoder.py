@@ -11,7 +11,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from exporting import NOTHING, build_tiny, error, export
+from exporting import DECODERS, NOTHING, build_tiny, decoder_cases, error, export
 
 from quantkit.checkpoint import open_checkpoint
 from quantkit.export.emit import why_not
@@ -20,24 +20,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.runtime.session import all_logits, open_decoder, positions_of, start, step
 
-DECODERS = (
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "phi3",
-)
-CASES = [
-    pytest.param(name, {**FAMILIES[name].tiny, **variant}, id=f"{name}-{number}")
-    for name in DECODERS
-    for number, variant in enumerate(({}, *FAMILIES[name].variants))
-]
+CASES = decoder_cases()
 # Head sizes that the attention operator rotates itself; the tiny configs are rotated apart.
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
 CASES += [

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from exporting import build_tiny, error
+from exporting import build_tiny, decoder_cases, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from static_graphs import emit_both, round_both
@@ -18,24 +18,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.runtime.static_session import generate, join, open_static_session, run_prompt, start, step
 
-DECODERS = (
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "phi3",
-)
-CASES = [
-    pytest.param(name, {**FAMILIES[name].tiny, **variant}, id=f"{name}-{number}")
-    for name in DECODERS
-    for number, variant in enumerate(({}, *FAMILIES[name].variants))
-]
+CASES = decoder_cases()
 PROMPT, PAST, GIVEN = 12, 30, 10
 IDS = np.random.default_rng(0).integers(1, 60, 26)
 WINDOWS = np.random.default_rng(1).integers(1, 60, (12, PROMPT))
