@@ -148,10 +148,17 @@ def test_a_budget_is_held_on_unseen_text_by_a_smaller_model_than_any_uniform_one
 def test_a_budget_that_cannot_be_held_ends_with_the_best_there_is_and_exit_code_1(cache, tmp_path):
     out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
     recipe.write_text("budget: {max_kl: 1.0e-9, evaluations: 2}\nfit: output\n")
-    ran = quantkit("quantize", "demo", "--recipe", recipe, *FEW, *SHORT, "--no-eval", "-o", out, cache=cache)
+    kept = ["--layer", "*h.0.attn.*=float"]
+    ran = quantkit(
+        "quantize", "demo", "--recipe", recipe, *kept, *FEW, *SHORT, "--no-eval", "-o", out, cache=cache
+    )
     assert ran.returncode == 1, ran.stderr
     assert "BUDGET MISSED" in ran.stdout
-    assert (out / "manifest.json").exists()
+    layers = json.loads((out / "manifest.json").read_text())["plan"]["layers"]
+    left = {each["name"] for each in layers if not each["quantized"]}
+    assert {name for name in left if ".h.0.attn." in name} == {
+        each["name"] for each in layers if ".h.0.attn." in each["name"]
+    }, "what the user left in float, no search takes away"
 
 
 def test_a_budget_that_only_floats_hold_says_so(cache, tmp_path):
