@@ -119,9 +119,12 @@ class _Decoder:
         positions = graph.input("position_ids", TensorProto.INT64, ["batch", "sequence"])
         shared = self.shared(ids, mask, positions)
         residual, pending = self.embed(ids, shared), ""
+        places = self.wanted_places(graph.constant("num_logits", np.array([1], np.int64)), shared)
         for index, block in enumerate(self.model_map.blocks):
-            residual, pending = self.block(index, block, residual, pending, shared)
-        self.head(residual, pending, shared)
+            # Behind the last block's attention no token reads another: there the unwanted ones end.
+            wanted = places if block is self.model_map.blocks[-1] else ""
+            residual, pending = self.block(index, block, residual, pending, shared, wanted)
+        self.head(residual, pending)
 
     def shared(self, ids: str, mask: str, positions: str) -> Shared:
         """Lengths and the padding bias, from the mask alone.
@@ -167,15 +170,19 @@ class _Decoder:
         found = next((pack for pack in self.contents.packs if pack.name.endswith(name)), None)
         return operators.matmul(self.graph, found, x) if found else x
 
-    def block(self, index: int, block: Block, residual: str, pending: str, shared: Shared) -> tuple[str, str]:
-        """(residual stream, output still to be added to it) after one block."""
+    def block(
+        self, index: int, block: Block, residual: str, pending: str, shared: Shared, wanted: str
+    ) -> tuple[str, str]:
+        """(residual stream, what is still to be added to it) after one block, at the wanted places."""
         if block.norm_placement is NormPlacement.POST:
-            attended = self.attention(index, block, residual, shared)
+            attended = self.attention(index, block, residual, shared, wanted)
+            residual = self.narrow(residual, wanted)
             residual, _ = self.add_and_norm(block, NormPlace.AFTER_ATTENTION, residual, attended, keeps=False)
             fed = self.ffn(block, residual)
             return self.add_and_norm(block, NormPlace.AFTER_FFN, residual, fed, keeps=False)[0], ""
         normed, residual = self.add_and_norm(block, NormPlace.BEFORE_ATTENTION, residual, pending)
-        attended = self.attention(index, block, normed, shared)
+        attended = self.attention(index, block, normed, shared, wanted)
+        residual = self.narrow(residual, wanted)
         if block.residual is Residual.PARALLEL:
             second = operators.norm(
                 self.graph, self.norm(block, NormPlace.BEFORE_FFN), self.contents, residual
@@ -184,6 +191,10 @@ class _Decoder:
         attended = self.after(block, NormPlace.AFTER_ATTENTION, attended)
         normed, residual = self.add_and_norm(block, NormPlace.BEFORE_FFN, residual, attended)
         return residual, self.after(block, NormPlace.AFTER_FFN, self.ffn(block, normed))
+
+    def narrow(self, x: str, wanted: str) -> str:
+        """Its rows at the wanted places; all of them, where none are named."""
+        return self.graph.op("GatherND", x, wanted, batch_dims=1) if wanted else x
 
     def norm(self, block: Block | None, place: NormPlace) -> Norm:
         return self.norms[(block.name if block else None, place)]
@@ -206,7 +217,7 @@ class _Decoder:
         assert pack is not None, (block.name, role)
         return operators.matmul(self.graph, pack, x)
 
-    def attention(self, index: int, block: Block, x: str, shared: Shared) -> str:
+    def attention(self, index: int, block: Block, x: str, shared: Shared, wanted: str) -> str:
         graph, facts = self.graph, block.attentions[0]
         query, key, value = self.query_key_value(block, x, shared)
         cache: list[int | str] = ["batch", facts.num_kv_heads, "past", facts.head_dim]
@@ -234,7 +245,7 @@ class _Decoder:
         present: list[int | str] = ["batch", facts.num_kv_heads, "total", facts.head_dim]
         for kind, made in (("key", present_key), ("value", present_value)):
             graph.output(made, f"present.{index}.{kind}", TensorProto.FLOAT, present)
-        return self.project(block, Role.ATTENTION_OUT, attended)
+        return self.project(block, Role.ATTENTION_OUT, self.narrow(attended, wanted))
 
     def query_key_value(self, block: Block, x: str, shared: Shared) -> tuple[str, str, str]:
         """One packed value and two empty names, or three values where they are needed apart."""
@@ -303,13 +314,9 @@ class _Decoder:
             hidden = operators.activation(self.graph, block.ffn.activation, up, name=block.name)
         return self.project(block, Role.FFN_DOWN, hidden)
 
-    def head(self, residual: str, pending: str, shared: Shared) -> None:
+    def head(self, residual: str, pending: str) -> None:
         """Logits of each row's last token; of `num_logits` tokens up to it, where a caller sets that."""
         graph = self.graph
-        places = self.wanted_places(graph.constant("num_logits", np.array([1], np.int64)), shared)
-        residual = graph.op("GatherND", residual, places, batch_dims=1)
-        if pending:
-            pending = graph.op("GatherND", pending, places, batch_dims=1)
         if (None, NormPlace.FINAL) in self.norms:
             residual, _ = self.add_and_norm(None, NormPlace.FINAL, residual, pending, keeps=False)
         elif pending:
