@@ -1,0 +1,140 @@
+"""A gated FFN with a parallel latent projection, which shapes it in training and is dead afterwards.
+
+For x of [B, L, d_model]: h1 = x W1, h2 = x W3, output = (SiLU(h2) * h1) W2, as any SwiGLU FFN
+(https://arxiv.org/abs/2002.05202). Beside it one linear d_ffn -> d_ffn turns h1 into n_head latents of
+d_ffn / n_head. Its weight starts block-diagonal over the heads, so that they start out independent, and
+is dense for the optimizer, so that they may drift; that also makes it one product and not n_head.
+Two losses read the latents: their squared length, and InfoNCE over heads (https://arxiv.org/abs/1807.03748)
+with each head's similarity to itself as the positive, which pushes different heads apart. The output never
+reads them: without the losses, and outside of training, nothing of the latent path is computed.
+
+Shapes: B batch, L length, F d_ffn, H n_head, Z = F / H.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantkit.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Sizes and loss weights of one FFN."""
+
+    d_model: int
+    d_ffn: int
+    n_head: int
+    lambda_z: float = 1e-5
+    lambda_c: float = 5e-3
+    lambda_logits_z: float = 1e-4  # of the whole model's logits; the FFN itself has none
+    tau: float = 0.07
+    use_aux_loss: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be built."""
+        for name in ("d_model", "d_ffn", "n_head"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{getattr(self, name)} is no size", where=name, allowed="1 or more")
+        if self.d_ffn % self.n_head:
+            near = [h for h in range(1, self.d_ffn + 1) if self.d_ffn % h == 0]
+            near = sorted(sorted(near, key=lambda h: abs(h - self.n_head))[:4])
+            raise InputError(
+                f"d_ffn {self.d_ffn} does not divide into n_head {self.n_head} latent heads",
+                where="wsFFN",
+                allowed=f"n_head {', '.join(map(str, near))}, or any other divisor of d_ffn",
+                next_step="change one; config.json has them as intermediate_size and num_latent_heads",
+            )
+        if not self.tau > 0:
+            raise InputError(f"{self.tau} is no temperature", where="tau", allowed="a number above 0")
+
+    @property
+    def z_dim(self) -> int:
+        """The width of one latent head."""
+        return self.d_ffn // self.n_head
+
+
+class BlockDiagonalStart(nn.Linear):
+    """A dense linear whose weight starts as `num_blocks` blocks on the diagonal and zero elsewhere."""
+
+    def __init__(self, features: int, num_blocks: int) -> None:
+        """Square, without a bias."""
+        super().__init__(features, features, bias=False)
+        self.num_blocks = num_blocks
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Each block as a linear of its own size starts out; exact zeros beside it."""
+        width = self.in_features // self.num_blocks
+        self.weight.zero_()
+        for start in range(0, self.in_features, width):
+            self.weight[start : start + width, start : start + width].uniform_(-(width**-0.5), width**-0.5)
+
+
+class wsFFN(nn.Module):
+    """The FFN: `forward(x)` returns (output, auxiliary loss or None)."""
+
+    def __init__(self, config: Config) -> None:
+        """Weights as the config sizes them."""
+        super().__init__()
+        self.config = config
+        self.w1 = nn.Linear(config.d_model, config.d_ffn, bias=False)
+        self.w3 = nn.Linear(config.d_model, config.d_ffn, bias=False)
+        self.w2 = nn.Linear(config.d_ffn, config.d_model, bias=False)
+        self.latent = BlockDiagonalStart(config.d_ffn, config.n_head)
+        self.activation = nn.SiLU()
+
+    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output, L_Z + L_C); the loss is None, and its path not computed, where nothing trains on it."""
+        h1_BLF = self.w1(x_BLD)
+        output = self.w2(self.activation(self.w3(x_BLD)) * h1_BLF)
+        if not (self.training and self.config.use_aux_loss):
+            return output, None
+        return output, auxiliary_loss(self.heads(h1_BLF), self.config)
+
+    def heads(self, h1_BLF: Tensor) -> Tensor:
+        """The latents of h1, [B, L, n_head, z_dim]."""
+        z_BLF: Tensor = self.latent(h1_BLF)
+        return z_BLF.reshape(*z_BLF.shape[:-1], self.config.n_head, self.config.z_dim)
+
+    def latents(self, x_BLD: Tensor) -> Tensor:
+        """The latents of x, whether or not a loss reads them."""
+        return self.heads(self.w1(x_BLD))
+
+
+def auxiliary_loss(z_BLHZ: Tensor, config: Config) -> Tensor:
+    """L_Z + L_C."""
+    z_BLHZ = _at_least_float32(z_BLHZ)
+    return length_loss(z_BLHZ, config.lambda_z) + contrastive_loss(z_BLHZ, config.lambda_c, config.tau)
+
+
+def length_loss(z_BLHZ: Tensor, lambda_z: float) -> Tensor:
+    """L_Z: lambda_z times the mean over B*L*H rows of ||z||^2."""
+    return lambda_z * z_BLHZ.square().sum(-1).mean()
+
+
+def contrastive_loss(z_BLHZ: Tensor, lambda_c: float, tau: float) -> Tensor:
+    """L_C: InfoNCE of the B*H sequence means, each one's similarity to itself as the positive."""
+    rows_NZ = z_BLHZ.mean(dim=1).flatten(0, 1)
+    scores_NN = cosine_similarities(rows_NZ) / tau
+    return lambda_c * (scores_NN.logsumexp(dim=1) - scores_NN.diagonal()).mean()
+
+
+def cosine_similarities(rows_NZ: Tensor) -> Tensor:
+    """Of every row with every row, [N, N]."""
+    unit_NZ = functional.normalize(rows_NZ, dim=-1)
+    return unit_NZ @ unit_NZ.T
+
+
+def logits_z_loss(logits: Tensor, lambda_logits_z: float) -> Tensor:
+    """lambda_logits_z times mean(logsumexp(logits)^2), on detached logits: a gauge that steers no weight."""
+    return lambda_logits_z * _at_least_float32(logits.detach()).logsumexp(dim=-1).square().mean()
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
