@@ -54,7 +54,8 @@ def main() -> int:
         holds = holds and above <= ALLOWED_BYTES
         lines.append(
             f"| {layers} x {width} | {4 * parameters / 1e6:.0f} | {ran.peak_bytes / 1e6:.0f} | "
-            f"{above / 1e6:.0f} | {seconds['calibration']:.0f} | {seconds['quantize and export']:.0f} |"
+            f"{above / 1e6:.0f} | {seconds['calibration']:.0f} | "
+            f"{seconds.get('weights of outputs', 0):.0f} | {seconds['quantize and export']:.0f} |"
         )
     cpu = read_cpu()
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "onnxruntime"))
@@ -64,7 +65,8 @@ def main() -> int:
         "`int4_block32` fitted by GPTQ, no evaluation; each in a process of its own. Imports alone peak at "
         f"{bare / 1e6:.0f} MB.\n\n{cpu.model}, {cpu.num_threads} threads; {versions}.\n\n"
         "| layers x width | FP32 model, MB | peak, MB | peak less imports and FP32 model, MB "
-        "| calibration, s | quantize and export, s |\n|---|---:|---:|---:|---:|---:|\n"
+        "| calibration, s | weights of outputs, s | quantize and export, s |\n"
+        "|---|---:|---:|---:|---:|---:|---:|\n"
         + "\n".join(lines)
         + "\n\nBar: at most 1,000 MB above imports and the float32 model: "
         f"{'reached' if holds else '**not reached**'}.\n"

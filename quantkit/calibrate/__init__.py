@@ -4,17 +4,22 @@
 statistics, `read_evidence` reads them back one matrix at a time.
 """
 
+from quantkit.calibrate.gradients import GradientsFile, collect_gradients
 from quantkit.calibrate.passes import collect
 from quantkit.calibrate.quick import quick_peaks
+from quantkit.calibrate.recording import NotPlainError
 from quantkit.calibrate.running import WANTS
 from quantkit.calibrate.store import StatisticsFile, open_statistics, read_evidence
 from quantkit.calibrate.tokens import calibration_tokens, context_length
 
 __all__ = [
     "WANTS",
+    "GradientsFile",
+    "NotPlainError",
     "StatisticsFile",
     "calibration_tokens",
     "collect",
+    "collect_gradients",
     "context_length",
     "open_statistics",
     "quick_peaks",

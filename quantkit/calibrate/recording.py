@@ -65,7 +65,7 @@ class Recording:
     moment: int = 0
 
 
-def forward(module: nn.Module, tokens_BT: Ints) -> None:
+def forward(module: nn.Module, tokens_BT: Ints) -> Any:  # noqa: ANN401 - whatever the model returns
     """An ordinary forward pass without a cache; a decoder beside an encoder is given the same text."""
     device = next(module.parameters()).device
     ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_BT)).to(device)
@@ -78,7 +78,7 @@ def forward(module: nn.Module, tokens_BT: Ints) -> None:
         inputs["decoder_input_ids"] = torch.cat([start_B1, ids_BT[:, :-1]], 1)
     if "use_cache" in inspect.signature(module.forward).parameters:
         inputs["use_cache"] = False
-    module(**inputs)
+    return module(**inputs)
 
 
 def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -312,7 +312,7 @@ def run_after(
     blocks: Sequence[BlockCall],
     hidden_BTH: Tensor,
     reached: Callable[[], None],
-) -> None:
+) -> Any:  # noqa: ANN401 - whatever the model returns
     """What follows the last block, on its hidden states; `reached` is called when it begins."""
 
     def standing_in_for(call: BlockCall) -> Callable[..., Any]:
@@ -326,4 +326,4 @@ def run_after(
         return run
 
     with standing_in({call.block: standing_in_for(call) for call in blocks}):
-        forward(module, tokens_BT)
+        return forward(module, tokens_BT)

@@ -1,6 +1,7 @@
 """The harness's own command with artifacts among its models: quantkit lm-eval [its arguments].
 
-Every argument is the harness's. Only `--model quantkit` is filled in where no model is named.
+Every argument is the harness's. Only `--model quantkit` is filled in where no model is named. Two flags of
+our own stand alone: --register makes `lm_eval` itself know artifacts, --unregister undoes that.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ import sys
 from collections.abc import Sequence
 
 from quantkit.errors import InputError
+from quantkit.harness.registration import REGISTER, UNREGISTER, register, unregister
 
 NAMES_A_MODEL = ("--model", "-M", "--config", "-C")
 
 
 def run(arguments: Sequence[str]) -> None:
     """Register the model, then hand over."""
+    own = {REGISTER: register, UNREGISTER: unregister}
+    if len(arguments) == 1 and arguments[0] in own:
+        print(own[arguments[0]]())
+        return
     try:
         from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415 - an extra that may be absent
 

@@ -1,7 +1,8 @@
 """Fits: how weights are put on a grid. One line of the table each, and one file.
 
-A fit works on any run of a matrix's rows, since rows never depend on each other; what all rows share, such
-as the factor of the inputs' second moment, is prepared once for a matrix.
+A fit works on any run of a matrix's rows; what all rows share, such as the factor of the inputs' second
+moment, is prepared once for a matrix. One that joins rows, where it is known how outputs go together, is
+given all of a projection's rows at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.grid import Encoded, Floats
+from quantkit.quantizers.both_sides import factorise_rows, with_both_feedbacks
 from quantkit.quantizers.gptq import factorise, with_feedback
 from quantkit.quantizers.mse import least_weight_error
 from quantkit.quantizers.output import input_power, least_output_error
@@ -20,6 +22,7 @@ from quantkit.tensor_records import Evidence
 
 Fit = Callable[[Floats, Grid, Any], Encoded]  # weight_OI, grid, what was prepared -> codes and scales
 Prepare = Callable[[Evidence, Grid], Any]
+Join = Callable[[Floats, Grid, Any, Any], Encoded]  # the same, and what was prepared of the outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,8 @@ class Quantizer:
     description: str
     prepare: Prepare | None = None  # once for a matrix, from what calibration saw of its input
     wants: frozenset[str] = frozenset()  # statistics, as calibration names them
+    prepare_rows: Prepare | None = None  # once for a projection, from what calibration saw of its outputs
+    join: Join | None = None  # all rows at once, with that
 
 
 QUANTIZERS: dict[str, Quantizer] = {
@@ -48,6 +53,8 @@ QUANTIZERS: dict[str, Quantizer] = {
         description="searched scales, then column by column, each making up for the errors before it",
         prepare=factorise,
         wants=frozenset({"second_moment"}),
+        prepare_rows=factorise_rows,
+        join=with_both_feedbacks,
     ),
 }
 PLAIN = "rtn"  # for what calibration never reached, and for tables

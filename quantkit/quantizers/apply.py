@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +23,7 @@ from threadpoolctl import threadpool_limits
 from quantkit.errors import InputError
 from quantkit.grid import Encoded, Floats, decode_all, to_bytes
 from quantkit.quantizers import PLAIN, QUANTIZERS, Quantizer
+from quantkit.quantizers.both_sides import MOST_BITS
 from quantkit.quantizers.losses import Sums, sums_of
 from quantkit.records import Layer
 from quantkit.schemes import Format, Grid
@@ -155,13 +159,15 @@ class _Stream:
     ) -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
         """One task for each run of rows: their codes, what the bias must make up for, what is lost."""
         quantizer = usable(self.quantizer, seen)
-        fit = fit_for(quantizer, grid, seen)
+        fitting = fitting_for(quantizer, grid, seen)
         mean_I = seen.mean_I if seen and pack.adds_bias else None
 
         second_moment_II = seen.second_moment_II if seen else None
         is_plain = quantizer is QUANTIZERS[PLAIN]
 
-        def task(rows: Callable[[], Floats]) -> Callable[[], tuple[Encoded, Floats, Sums]]:
+        def task(
+            rows: Callable[[], Floats], fit: Callable[[Floats], Encoded]
+        ) -> Callable[[], tuple[Encoded, Floats, Sums]]:
             def work() -> tuple[Encoded, Floats, Sums]:
                 weight_OI = rows()
                 encoded = fit(weight_OI)
@@ -173,11 +179,18 @@ class _Stream:
 
             return work
 
-        for rows in self.row_runs(pack, transposed):
-            yield task(rows)
+        for layer, group in groupby(self.row_runs(pack, transposed), key=itemgetter(0)):
+            runs = (rows for _, rows in group)
+            join = fitting.joined(seen if layer is pack.layers[0] else self.evidence(layer))
+            if join:
+                yield task(partial(_joined_rows, [*runs]), join)
+            else:
+                yield from (task(rows, fitting.of_rows) for rows in runs)
 
-    def row_runs(self, pack: Pack, transposed: Mapping[str, bool]) -> Iterator[Callable[[], Floats]]:
-        """Readers of consecutive rows of the pack, each of a bounded size."""
+    def row_runs(
+        self, pack: Pack, transposed: Mapping[str, bool]
+    ) -> Iterator[tuple[Layer, Callable[[], Floats]]]:
+        """Readers of consecutive rows of each projection, each of a bounded size."""
         whole: tuple[str, Floats] | None = None
         for layer in pack.layers:
             name = weight_name(layer)
@@ -187,10 +200,10 @@ class _Stream:
                     whole = (name, self.source.read(name).T)
                 stored = whole[1]
                 for start, count in runs_of(layer, step):
-                    yield partial(_rows, stored, start, count)
+                    yield layer, partial(_rows, stored, start, count)
             else:
                 for start, count in runs_of(layer, step):
-                    yield partial(self.source.read, name, start, count)
+                    yield layer, partial(_read_rows, self.source, layer, start, count)
 
     def transposed_codes(
         self,
@@ -218,7 +231,7 @@ class _Stream:
         """The untouched weights as [in, out]."""
         weight_IO = np.empty((pack.in_features, pack.out_features), np.float32)
         row = 0
-        for rows in self.ordered(iter(self.row_runs(pack, transposed))):
+        for rows in self.ordered(rows for _, rows in self.row_runs(pack, transposed)):
             weight_IO[:, row : row + len(rows)] = rows.T
             row += len(rows)
             self.progress(rows.size)
@@ -245,10 +258,37 @@ def usable(quantizer: Quantizer, seen: Evidence | None) -> Quantizer:
     return QUANTIZERS[PLAIN] if is_blind else quantizer
 
 
-def fit_for(quantizer: Quantizer, grid: Grid, seen: Evidence | None) -> Callable[[Floats], Encoded]:
-    """A fit of any rows of one matrix, with what they share prepared."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitting:
+    """A fit of one matrix, with what its rows share prepared."""
+
+    quantizer: Quantizer
+    grid: Grid
+    prepared: Any
+
+    def of_rows(self, weight_OI: Floats) -> Encoded:
+        """Any rows, each by itself."""
+        return self.quantizer.fit(weight_OI, self.grid, self.prepared)
+
+    def joined(self, seen: Evidence | None) -> Callable[[Floats], Encoded] | None:
+        """All rows of a projection at once; None where that gains nothing over `of_rows`."""
+        join, prepare_rows = self.quantizer.join, self.quantizer.prepare_rows
+        if join is None or prepare_rows is None or seen is None or self.prepared is None:
+            return None
+        if self.grid.bits > MOST_BITS:
+            return None
+        rows = prepare_rows(seen, self.grid)
+        return None if rows is None else lambda weight_OI: join(weight_OI, self.grid, self.prepared, rows)
+
+
+def fitting_for(quantizer: Quantizer, grid: Grid, seen: Evidence | None) -> Fitting:
+    """Prepare what all rows of a matrix share."""
     prepared = quantizer.prepare(seen, grid) if quantizer.prepare and seen else None
-    return lambda weight_OI: quantizer.fit(weight_OI, grid, prepared)
+    return Fitting(quantizer=quantizer, grid=grid, prepared=prepared)
+
+
+def _joined_rows(runs: Sequence[Callable[[], Floats]]) -> Floats:
+    return np.concatenate([read() for read in runs])
 
 
 def input_grid(name: str, chosen: Format, seen: Evidence | None) -> tuple[float, int] | None:
@@ -290,6 +330,16 @@ def has_all(seen: Evidence, wanted: frozenset[str]) -> bool:
 
 def _rows(weight_OI: Floats, start: int, count: int) -> Floats:
     return np.ascontiguousarray(weight_OI[start : start + count])
+
+
+def _read_rows(source: Source, layer: Layer, start: int, count: int) -> Floats:
+    """Rows of the weight; of a block-diagonal one, the columns of each row's own block."""
+    rows_OI = source.read(weight_name(layer), start, count)
+    if layer.num_groups == 1:
+        return rows_OI
+    blocks = rows_OI.reshape(len(rows_OI), layer.num_groups, -1)
+    own = (start + np.arange(len(blocks))) // blocks.shape[-1]
+    return np.ascontiguousarray(blocks[np.arange(len(blocks)), own])
 
 
 def weight_name(layer: Layer) -> str:

@@ -82,7 +82,7 @@ def test_only_what_is_asked_for_is_there():
     for want, names in fields.items():
         made = evidence_of([x], {want})
         present = {name for name in Evidence.__dataclass_fields__ if getattr(made, name) is not None}
-        assert present == names | {"num_rows"}
+        assert present == names | {"num_rows", "num_gradients"}, "counts are always there"
     assert evidence_of([x], {"histogram"}).quantiles["99.9"] == (1.0, 1.0)
 
 

@@ -1,0 +1,98 @@
+"""Which projections are fitted to what their outputs do to predictions, and the pass that sees it.
+
+Eight bits lose too little for it, a head is read by nothing but the prediction itself, and where a model
+predicts no tokens there is nothing to weigh: those are fitted to their outputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.calibrate import GradientsFile, NotPlainError, collect_gradients
+from quantkit.fake_quant import rows_of
+from quantkit.model.families import family_of
+from quantkit.model.load import Source
+from quantkit.model.places import checkpoint_name
+from quantkit.model.rebuild import torch_model
+from quantkit.model.tensors import TensorSource
+from quantkit.quantizers import QUANTIZERS
+from quantkit.quantizers.apply import Evidences
+from quantkit.quantizers.both_sides import MOST_BITS
+from quantkit.recipe import Recipe
+from quantkit.records import Layer, ModelMap, Role
+from quantkit.report.progress import Progress
+from quantkit.schemes import Format
+from quantkit.tensor_records import Evidence
+
+
+def weighed(
+    recipe: Recipe,
+    formats: Mapping[str, Format],
+    planned: frozenset[str],
+    model_map: ModelMap,
+    *,
+    any_format: bool,
+) -> tuple[Layer, ...]:
+    """The projections whose outputs are to be weighed; with `any_format` a search will choose the bits."""
+    predicts = any(layer.role is Role.LM_HEAD for layer in model_map.layers)
+    if QUANTIZERS[recipe.fit].join is None or not predicts or not recipe.calibration.gradient_windows:
+        return ()
+    return tuple(
+        layer
+        for layer in model_map.layers
+        if layer.name in planned
+        and layer.role is not Role.LM_HEAD
+        and layer.num_groups == 1
+        and (any_format or formats[layer.name].grid.bits <= MOST_BITS)
+    )
+
+
+def weigh(
+    source: Source,
+    model_map: ModelMap,
+    weights: TensorSource,
+    layers: tuple[Layer, ...],
+    tokens_BT: NDArray[np.int64],
+    *,
+    recipe: Recipe,
+    folder: Path,
+    progress: Progress,
+) -> GradientsFile | str:
+    """What was seen of the gradients at their outputs, or why nothing can be."""
+    tokens_BT = tokens_BT[:: -(-len(tokens_BT) // recipe.calibration.gradient_windows)]
+    row = family_of(model_map.model_type)
+    with progress.stage("weights of outputs", total=int(tokens_BT.size), unit="tokens") as count:
+        module = torch_model(source, model_map, weights)
+        named = {
+            checkpoint_name(path, row[1] if row else None): child
+            for path, child in module.named_modules(remove_duplicate=False)
+        }
+        try:
+            return collect_gradients(
+                module,
+                tokens_BT,
+                outputs={layer.name: (named[layer.matrix], rows_of(layer.rows)) for layer in layers},
+                blocks={block.name: named[block.name] for block in model_map.blocks},
+                folder=folder,
+                seed=recipe.calibration.seed,
+                progress=count,
+            )
+        except NotPlainError as error:
+            return str(error)
+
+
+def with_gradients(evidence: Evidences, found: GradientsFile) -> Evidences:
+    """What was seen of inputs and outputs together."""
+
+    def both(layer: Layer) -> Evidence | None:
+        seen = evidence(layer)
+        if seen is None:
+            return None
+        return replace(seen, gradient_OO=found.read(layer.name), num_gradients=found.num_rows)
+
+    return both
