@@ -71,3 +71,20 @@ def test_progress_adds_up_and_a_short_text_is_refused():
     assert counted == [WINDOW] * 4
     with pytest.raises(InputError, match="24 tokens or more"):
         measure(original, window=24)
+
+
+def test_one_answer_a_text_is_a_vector_already():
+    """As a classifier gives it: no places to take a mean over."""
+    made = measure_similarity(
+        reference=lambda ids: TABLE[ids[:, 0]],
+        quantized=lambda ids: TABLE[ids[:, 0]] + NOISE[ids[:, 0]],
+        token_ids=IDS,
+        window=WINDOW,
+        text="numbers",
+    )
+    pairs = [(TABLE[token].astype(np.float64), NOISE[token].astype(np.float64)) for token in IDS[:20:WINDOW]]
+    cosines = [a @ (a + noise) / np.sqrt((a @ a) * ((a + noise) @ (a + noise))) for a, noise in pairs]
+    assert made.mean_cosine == pytest.approx(np.mean(cosines), rel=1e-6)
+    assert made.lowest_cosine == pytest.approx(min(cosines), rel=1e-6)
+    worst = max(float(np.abs(noise).max()) for _, noise in pairs)
+    assert made.max_relative_error == pytest.approx(worst / max(np.abs(a).max() for a, _ in pairs), rel=1e-5)

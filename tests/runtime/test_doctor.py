@@ -20,7 +20,8 @@ from packaging.specifiers import SpecifierSet
 
 from quantkit.runtime import checks, doctor
 from quantkit.runtime.checks import Check
-from quantkit.runtime.providers import PROVIDERS, ProviderStatus
+from quantkit.runtime.provider_status import ProviderStatus
+from quantkit.runtime.providers import PROVIDERS
 
 CASCADE_LAKE = """processor\t: 0
 model name\t: Intel(R) Xeon(R) Gold 6248 CPU @ 2.50GHz
@@ -294,8 +295,14 @@ def idle(name: str, why_not: str = "it finds no device") -> ProviderStatus:
     [
         ("cuda", {}, "no NVIDIA driver is loaded", "nvidia-smi"),
         ("nv-tensorrt-rtx", {}, "no NVIDIA driver is loaded", "--gpus all"),
-        ("webgpu", {"has_vulkan_loader": False}, "libvulkan.so.1", "apt-get install libvulkan1"),
+        (
+            "webgpu",
+            {"has_gpu_node": True, "has_vulkan_loader": False},
+            "libvulkan.so.1",
+            "apt-get install libvulkan1",
+        ),
         ("webgpu", {}, "/dev/dri has no GPU", "--device /dev/dri"),
+        ("webgpu", {"has_vulkan_loader": False}, "/dev/dri has no GPU", "--device /dev/dri"),
         ("openvino", {}, "this CPU is AMD EPYC", "--provider openvino@ov/bin/python"),
     ],
 )

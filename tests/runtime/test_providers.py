@@ -13,16 +13,17 @@ import onnx
 import pytest
 
 from quantkit.runtime import providers
-from quantkit.runtime.providers import PROVIDERS, RELU_MODEL, available_providers, plugin_devices
+from quantkit.runtime.provider_status import ProviderStatus, available_providers
+from quantkit.runtime.providers import PROVIDERS, RELU_MODEL, plugin_devices
 
 MODULES = ("quantkit.runtime.providers", "quantkit.runtime.checks", "quantkit.runtime.doctor")
 
 
 @pytest.fixture(autouse=True)
 def forget_registrations() -> Iterator[None]:
-    providers._register_plugin.cache_clear()
+    providers.register_plugin.cache_clear()
     yield
-    providers._register_plugin.cache_clear()
+    providers.register_plugin.cache_clear()
 
 
 class FakeOnnxruntime:
@@ -94,7 +95,7 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def status_of(name: str) -> providers.ProviderStatus:
+def status_of(name: str) -> ProviderStatus:
     return next(status for status in available_providers() if status.name == name)
 
 
@@ -132,7 +133,7 @@ def test_plugin_with_a_device_is_usable_and_registered_once(
     status = status_of("openvino")
     assert status == status_of("openvino")  # the second time some versions list it as if it were built in
     assert (status.usable, status.devices, status.version) == (True, ("NPU (Acme)",), "1.2.3")
-    providers._register_plugin.cache_clear()  # as if other code had registered it: the refusal is no failure
+    providers.register_plugin.cache_clear()  # as if other code had registered it: the refusal is no failure
     assert len(plugin_devices(PROVIDERS["openvino"])) == 1
     assert fake.registered.count("OpenVINOExecutionProvider") == 1
 
