@@ -21,6 +21,7 @@ from quantkit.errors import InputError
 
 MANIFEST = "manifest.json"
 LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+HELD: dict[Path, IO[str]] = {}  # open locks of folders that this process works in
 
 
 @contextlib.contextmanager
@@ -67,6 +68,21 @@ def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
             lock_path.unlink(missing_ok=True)
     finally:
         lock.close()
+
+
+def claim(folder: Path) -> Path:
+    """`folder` until this process ends; one of its own beside it while another process has that."""
+    if LOCKS is None or folder in HELD:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = (folder / ".lock").open("w", encoding="utf-8")
+    try:
+        LOCKS.flock(handle, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
+    except OSError:
+        handle.close()
+        return folder.with_name(f"{folder.name}-{os.getpid()}")
+    HELD[folder] = handle
+    return folder
 
 
 def _recover(output: Path, replaced: Path) -> None:

@@ -22,7 +22,7 @@ from quantkit.model.rebuild import torch_model
 from quantkit.model.weight_source import reference_logits
 from quantkit.preparation import Job, Prepared, held_back, tokens_for
 from quantkit.recipe import Recipe
-from quantkit.records import ModelMap, Plan
+from quantkit.records import ModelMap, Plan, Role
 from quantkit.rounding import round_and_export
 from quantkit.runtime.throughput import cache_folder
 from quantkit.schemes import AUTO, FLOAT, in_blocks
@@ -130,7 +130,8 @@ def units_of(model_map: ModelMap, plan: Plan) -> tuple[Pack, ...]:
     """What is multiplied together among the planned projections."""
     packs_attention = kind_of(model_map) != "traced"
     contents = contents_of(model_map, plan, in_blocks(128), packs_attention=packs_attention)
-    return tuple(pack for pack in contents.packs if pack.grid)
+    # No logit reads a latent, so no search can price it.
+    return tuple(pack for pack in contents.packs if pack.grid and pack.layers[0].role is not Role.FFN_LATENT)
 
 
 def sensitivities(

@@ -104,6 +104,7 @@ def specify(
     `weight_bits` names layers or tables that are stored in fewer than 32 bits; a table and the projection
     tied to it are one. An encoder reads `encoder_length` tokens, by default as many as the decoder has seen.
     """
+    whole, model_map = model_map, model_map.at_inference
     run = Pass(
         model=model_map,
         batch=batch,
@@ -133,7 +134,10 @@ def specify(
         memory_bytes=memory,
         kv_cache_bytes={name: stored_bytes(cache, bits) for name, bits in CACHE_BITS.items()},
         estimates=tuple(estimates_of(run, devices, decodes=_is_causal(model_map))),
-        notes=tuple(_notes(run, totals, cache * activation_bytes, devices)),
+        notes=(
+            *_notes(run, totals, cache * activation_bytes, devices),
+            *_left_out(whole.num_parameters - model_map.num_parameters),
+        ),
     )
 
 
@@ -283,6 +287,12 @@ def _notes(run: Pass, totals: Totals, cache_bytes: int, devices: Sequence[Machin
         too_small
     )
     return [note for note, holds in notes.items() if holds]
+
+
+def _left_out(num_parameters: int) -> list[str]:
+    """What is said of projections that no inference runs."""
+    words = f"{num_parameters:,} parameters of projections that training alone runs are not counted"
+    return [words] if num_parameters else []
 
 
 def _check(run: Pass, encoder_length: int | None) -> None:

@@ -59,9 +59,25 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
     return module
 
 
+def _groups(layer: Mapping[str, Any]) -> int:
+    """Blocks of a block-diagonal weight, which are stored one above the other."""
+    return int(layer.get("num_groups", 1))
+
+
 def pack_values(checkpoint: Checkpoint, pack: Mapping[str, Any]) -> NDArray[np.float32]:
     """The weights of a pack as [out, in], whatever grid and layout they are stored in."""
-    name, columns = pack["name"], pack["layers"][0]["in_features"]
+    groups = _groups(pack["layers"][0])
+    columns = pack["layers"][0]["in_features"] // groups
+    if groups > 1:
+        rows_GZZ = _stored_values(checkpoint, pack, columns).reshape(groups, columns, columns)
+        weight_GZGZ = np.zeros((groups, columns, groups, columns), np.float32)
+        weight_GZGZ[np.arange(groups), :, np.arange(groups)] = rows_GZZ
+        return weight_GZGZ.reshape(groups * columns, groups * columns)
+    return _stored_values(checkpoint, pack, columns)
+
+
+def _stored_values(checkpoint: Checkpoint, pack: Mapping[str, Any], columns: int) -> NDArray[np.float32]:
+    name = pack["name"]
     if pack["grid"] is None:
         return np.ascontiguousarray(checkpoint.read(f"{name}.weight_IO").T)
     if pack["grid"]["block"] is None:
@@ -107,7 +123,10 @@ def _rounding(checkpoint: Checkpoint, pack: Mapping[str, Any]) -> Callable[[Tens
     )
     if chosen.is_static:
         fixed = float(checkpoint.read(f"{name}.input_scale")), int(checkpoint.read(f"{name}.input_zero"))
-    return rounding_of(chosen, Role(pack["layers"][0]["role"]), fixed)
+    rounding, groups = rounding_of(chosen, Role(pack["layers"][0]["role"]), fixed), _groups(pack["layers"][0])
+    if groups == 1:
+        return rounding
+    return lambda x: rounding(x.reshape(*x.shape[:-1], groups, -1)).reshape(x.shape)
 
 
 def rounding_of(chosen: Format, role: Role, fixed: tuple[float, int] | None) -> Callable[[Tensor], Tensor]:

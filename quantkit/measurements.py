@@ -156,6 +156,9 @@ class ProviderAccuracy:
     max_relative_logit_error: float  # greatest difference over greatest reference logit
     top1_agreement: float
     num_tokens: int
+    perplexity_ratio: float | None = None  # the provider's over the reference's; None for an encoder
+    kl_divergence: float | None = None  # mean, in nats; None for an encoder
+    lowest_cosine: float | None = None  # of an encoder's pooled states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +172,10 @@ class ProviderRun:
     python: str | None = None  # the interpreter of another environment, where that ran it
     device: str | None = None
     version: str | None = None  # of the distribution that holds it
-    start_ms: float | None = None  # from the files to a session that is ready, compiling included
+    library_ms: float | None = None  # the vendor's library, loaded once a process; not in what follows
+    start_ms: float | None = None  # from the files to sessions that are ready, compiling included
+    start_again_ms: float | None = None  # the same from what an earlier start compiled, checks included
+    compile_ms: float | None = None  # what the first of these takes longer than the second
     prompt_length: int | None = None
     prefill: Timing | None = None
     decode: Timing | None = None  # per token

@@ -54,6 +54,8 @@ from quantkit.stages import Exported, reference_size, write_reference
 from quantkit.subjects import (
     Model,
     answers_of,
+    fitting,
+    fixed_length,
     generates,
     open_model,
     outputs_of,
@@ -127,6 +129,7 @@ def measure(subject: Subject, *, progress: Progress, known: Accuracy | None = No
         if wanted.accuracy:
             compared = known or _compare(subject, quantized, reference, progress, notes)
         lengths = timed_lengths(wanted, subject.model_map.max_positions or LARGEST_WINDOW)
+        lengths = fitting(quantized, *lengths)
         latency = _latency(subject, quantized, reference, lengths, progress) if wanted.latency else None
         if latency and reads_and_answers(quantized):
             notes.append("prefill is the encoder over the prompt and the decoder's first token after it")
@@ -168,7 +171,7 @@ def _float_twin(subject: Subject, progress: Progress, notes: list[str]) -> Itera
         return
     folder.mkdir()
     try:
-        num_weights = sum(layer.num_weights for layer in subject.model_map.layers)
+        num_weights = sum(layer.num_weights for layer in subject.model_map.at_inference.layers)
         with progress.stage("float reference", total=num_weights, unit="weights") as count:
             twin = _write_twin(subject, folder, notes, count)
         yield twin
@@ -206,7 +209,7 @@ def _compare(
     common: dict[str, Any] = {"token_ids": tokens[0], "text": tokens[1], "is_meaningful": not is_random}
     if isinstance(quantized, Traced) and quantized.encoder is not None:
         return _compare_answers(subject, quantized, common, progress)
-    window = min(wanted.window or LARGEST_WINDOW, context, len(tokens[0]))
+    window = min(wanted.window or LARGEST_WINDOW, fixed_length(quantized) or context, len(tokens[0]))
     original = outputs_of(reference) if is_random and reference else reference_logits(subject.source)
     common |= {"reference": original, "quantized": outputs_of(quantized)}
     if isinstance(quantized, Encoder):
@@ -312,7 +315,9 @@ def _latency(
             prompt_length=prompt,
             num_decoded=decode,
             budget=Budget(max_runs=15, max_seconds=wanted.seconds / 2),
-            reference_name="the same graph in float32",
+            reference_name=(
+                "a fused graph in float32" if fixed_length(quantized) else "the same graph in float32"
+            ),
             floor_ms_per_token=floor,
         )
 

@@ -11,20 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.export.targets import TARGETS
 from quantkit.measurements import ShapeTime
 from quantkit.measuring import read_text
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, open_source
 from quantkit.model.tensors import TensorSource
 from quantkit.model.weight_source import open_weights, with_weights
+from quantkit.model.ws_ffn_latent import keep_latents
 from quantkit.preparation import Job, planned, searches
 from quantkit.recipe import Recipe, override
 from quantkit.records import ModelMap, Plan
 from quantkit.report.progress import Progress
 from quantkit.schemes import AUTO, DEFAULT_SCHEMES, SCHEMES
 from quantkit.sizing import with_measured_sizes
-from quantkit.stages import kind_of, require_tensors
-from quantkit.tensor_records import contents_of, formats_of
+from quantkit.stages import formats_on, kind_of, require_tensors
+from quantkit.static_stages import notes_of, settle
+from quantkit.tensor_records import contents_of
 from quantkit.transforms.smoothquant import smoothable
 
 
@@ -47,7 +50,10 @@ def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = 
     source = open_source(name, trust_remote_code=trust_remote_code)
     source = with_weights(source, random_weights=recipe.random_weights)
     model_map = inspect_source(source)
+    if recipe.keep_latent:
+        model_map = _with_latents(recipe, model_map, source)
     kind = kind_of(model_map)
+    recipe = settle(recipe, model_map)
     if recipe.scheme == AUTO:
         recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind]})
     if recipe.fit == AUTO:
@@ -81,7 +87,7 @@ def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = 
             next_step="leave the budget out, and look at the similarity that the report gives",
         )
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
-    formats = formats_of(model_map, SCHEMES[recipe.scheme], recipe.layers)
+    formats = formats_on(model_map, recipe.scheme, recipe.target, recipe.layers)
     require_tensors(contents_of(model_map, plan, formats), weights, name)
     if recipe.measure.accuracy:
         read_text(recipe.measure)  # a text that cannot be read is better said now than after the work
@@ -92,8 +98,20 @@ def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = 
         weights=weights,
         plan=plan,
         shape_times=times,
-        notes=notes,
+        notes=(*notes, *notes_of(recipe, plan)),
     )
+
+
+def _with_latents(recipe: Recipe, model_map: ModelMap, source: Source) -> ModelMap:
+    """The model with what training alone runs kept as outputs."""
+    if TARGETS[recipe.target].is_static:
+        raise InputError(
+            "static graphs have no output for latents",
+            where="--keep-latent",
+            next_step=f"leave it out, or --target {recipe.target}",
+        )
+    weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
+    return keep_latents(model_map, weights)
 
 
 def default_transforms(recipe: Recipe, model_map: ModelMap, kind: str) -> dict[str, Any]:
@@ -103,9 +121,13 @@ def default_transforms(recipe: Recipe, model_map: ModelMap, kind: str) -> dict[s
 
 
 def default_fit(recipe: Recipe) -> str:
-    """Plain rounding is enough for 8 bits; 4 bits, and a search that may choose them, want the best fit."""
-    is_wide = SCHEMES[recipe.scheme].body.grid.bits >= 8
-    return "rtn" if is_wide and not searches(recipe) else "gptq"
+    """Plain rounding is enough for 8 bits; 4 bits, and a search that may choose them, want the best fit.
+
+    So do static decoders: behind values of 16 bits, rounded weights are nearly all that they lose.
+    """
+    row = SCHEMES[recipe.scheme].body
+    is_static = recipe.static.cache is not None and not recipe.random_weights
+    return "rtn" if row.grid.bits >= 8 and not searches(recipe) and not is_static else "gptq"
 
 
 def job_of(opened: Opened, progress: Progress, *, folder: Path | None = None, resumes: bool = True) -> Job:
@@ -113,7 +135,9 @@ def job_of(opened: Opened, progress: Progress, *, folder: Path | None = None, re
     return Job(
         recipe=opened.recipe,
         source=opened.source,
-        formats=formats_of(opened.model_map, SCHEMES[opened.recipe.scheme], opened.recipe.layers),
+        formats=formats_on(
+            opened.model_map, opened.recipe.scheme, opened.recipe.target, opened.recipe.layers
+        ),
         planned=frozenset(layer.name for layer in opened.plan.layers if layer.quantized),
         progress=progress,
         folder=folder,

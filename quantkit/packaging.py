@@ -13,7 +13,7 @@ import os
 import shutil
 import string
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,32 +22,19 @@ import quantkit
 from quantkit.artifact import MANIFEST, new_artifact
 from quantkit.errors import InputError
 from quantkit.export.targets import TARGETS
-from quantkit.export.written import Written, read_written
+from quantkit.export.written import Written
+from quantkit.package_kinds import PAGE, STATIC_PAGE, Kind, kind_of
+from quantkit.runtime.compiled import file_hash, model_hash
 
-PACKAGE = Path(__file__).parent
-RUNNER, README = PACKAGE / "runtime" / "on_device.py", PACKAGE / "assets" / "runner" / "README.md"
-MODEL, TOKENIZER = "model.onnx", "tokenizer.json"
+TOKENIZER, COMPILED = "tokenizer.json", "compiled"
 FORMAT = 1  # of a package's manifest
-KINDS = {"decoder": "decoder", "encoder": "encoder", "traced": "encoder"}  # a traced decoder is none of them
 PURPOSES: dict[str, str] = {
-    MODEL: "the graph",
     TOKENIZER: "text to token ids and back",
     "config.json": "the model's facts, with the tokens that end a text",
     "generation_config.json": "the tokens that end a text, where these differ",
     "genai_config.json": "for running it with onnxruntime-genai instead",
     "run.py": "runs it: onnxruntime, tokenizers and numpy are all it imports",
     "README.md": "this page",
-}
-RUNS = {
-    "decoder": 'python run.py "Once upon a time" --max-new-tokens 64',
-    "encoder": 'python run.py "One text" "Another text"',
-}
-NOTES = {
-    "decoder": """A prompt goes in whole, then one token at a time. `attention_mask` covers all tokens so far,
-ones throughout for a single text, and `position_ids` counts from 0. For speed, bind each `past_key_values.N`
-and its `present.N` to one buffer of the length that prompt and answer take together: the graph writes new
-keys and values into it. The token with the largest logit is the next one; `run.py` shows all of it.""",
-    "encoder": "One text at a time needs no padding: `attention_mask` is all ones, token types are zeros.",
 }
 Member = Path | bytes  # a file of the artifact, or content made here
 
@@ -58,13 +45,20 @@ class Packed:
 
     path: Path
     kind: str
+    command: str  # that runs it
     files: tuple[str, ...]
     num_bytes: int
+    is_for_npu: bool = False
+    notes: tuple[str, ...] = ()  # what was left out
 
 
-def pack(folder: Path, output: Path | None = None, *, force: bool = False) -> Packed:
-    """Check the artifact, and write what a device needs of it."""
+def pack(
+    folder: Path, output: Path | None = None, *, target: str | None = None, force: bool = False
+) -> Packed:
+    """Check the artifact, and write what a device needs of it; `target` is what it must be made for."""
     manifest = read_manifest(folder)
+    if target is not None:
+        require_target(folder, manifest.get("target"), target)
     output = output or Path(f"{folder.resolve().name}-package")
     if output.resolve().is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(output.resolve()):
         raise InputError(
@@ -73,18 +67,40 @@ def pack(folder: Path, output: Path | None = None, *, force: bool = False) -> Pa
             next_step="choose another place with -o",
         )
     require_whole(folder, manifest["files"])
-    members, kind = members_of(folder, manifest)
+    members, kind, notes = members_of(folder, manifest)
     if output.suffix == ".zip":
         _write_zip(output, members, force=force)
     else:
         with new_artifact(output, force=force) as partial:
             for name, content in members.items():
+                (partial / name).parent.mkdir(exist_ok=True)
                 if isinstance(content, bytes):
                     (partial / name).write_bytes(content)
                 else:
                     shutil.copyfile(content, partial / name)
     sizes = [len(each) if isinstance(each, bytes) else each.stat().st_size for each in members.values()]
-    return Packed(path=output, kind=kind, files=tuple(members), num_bytes=sum(sizes))
+    return Packed(
+        path=output,
+        kind=kind.name,
+        command=kind.command,
+        files=tuple(members),
+        num_bytes=sum(sizes),
+        is_for_npu=page_of(kind, manifest) == STATIC_PAGE,
+        notes=notes,
+    )
+
+
+def require_target(folder: Path, made_for: object, wanted: str) -> None:
+    """Refuse an artifact of another target; two names of one target are alike."""
+    if wanted not in TARGETS:
+        raise InputError(f"no target '{wanted}'", where="--target", allowed=", ".join(TARGETS))
+    if TARGETS.get(str(made_for)) != TARGETS[wanted]:
+        raise InputError(
+            f"it was made for target '{made_for}'",
+            where=str(folder),
+            allowed=f"an artifact of target '{wanted}'",
+            next_step=f"quantkit quantize MODEL --target {wanted}, or leave --target out",
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -116,10 +132,8 @@ def require_whole(folder: Path, files: Mapping[str, str]) -> None:
             faults.append(f"{name} lies outside of it")
         elif not path.is_file():
             faults.append(f"{name} is missing")
-        else:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
-                    faults.append(f"{name} is not what the manifest says")
+        elif file_hash(path) != wanted:
+            faults.append(f"{name} is not what the manifest says")
     if faults:
         raise InputError(
             f"the artifact is damaged: {'; '.join(faults[:4])}",
@@ -128,31 +142,18 @@ def require_whole(folder: Path, files: Mapping[str, str]) -> None:
         )
 
 
-def members_of(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Member], str]:
-    """(what goes into the package by name, the kind of model), the manifest last."""
+def members_of(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Member], Kind, tuple[str, ...]]:
+    """(what goes into the package by name, its kind, what was left out), the manifest last."""
     files = manifest["files"]
-    if MODEL not in files:
-        graphs = [name for name in files if name.endswith(".onnx")]
-        raise InputError(
-            f"the runner has no way to run its files ({', '.join(graphs) or 'no graph at all'})",
-            where=str(folder),
-            allowed="a decoder or an encoder in one model.onnx",
-        )
-    written = read_written(folder / MODEL)
-    kind = KINDS.get(written.kind)
-    if kind is None or (written.kind == "traced" and written.has_cache):
-        raise InputError(
-            "the runner has no way to run it: its cache grows by copying, or quantkit did not write it",
-            where=str(folder / MODEL),
-            allowed="a decoder that is written as a fused graph, or an encoder",
-        )
+    kind, graphs = kind_of(folder, files)
     if TOKENIZER not in files:
         raise InputError(
             "it has no tokenizer.json, and a device has no other tokenizer",
             where=str(folder),
             next_step="quantize from a folder that has the model's tokenizer",
         )
-    unlisted = [name for name in written.data_files if name not in files]
+    data_files = list(dict.fromkeys(name for written in graphs.values() for name in written.data_files))
+    unlisted = [name for name in data_files if name not in files]
     if unlisted:
         raise InputError(
             f"the graph reads {', '.join(unlisted)}, which the manifest does not list",
@@ -160,68 +161,117 @@ def members_of(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Mem
             next_step="quantize again",
         )
     licenses = sorted(name for name in files if name.upper().startswith(("LICENSE", "LICENCE", "NOTICE")))
-    wanted = [MODEL, *written.data_files, TOKENIZER, "config.json", "generation_config.json"]
+    wanted = [*graphs, *data_files, TOKENIZER, "config.json", "generation_config.json"]
     wanted += ["genai_config.json", *licenses]
     members: dict[str, Member] = {name: folder / name for name in wanted if name in files}
-    members["run.py"] = RUNNER.read_bytes()
-    members["README.md"] = _readme(members, written, kind, manifest, licenses)
-    hashes = {
-        name: hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else files[name]
-        for name, content in members.items()
-    }
+    compiled, notes = compiled_forms(folder, list(graphs))
+    members |= compiled
+    members["run.py"] = kind.runner.read_bytes()
+    purposes = {**PURPOSES, **kind.graphs} | dict.fromkeys(data_files, "weights, which the graphs point to")
+    purposes |= dict.fromkeys(licenses, "license of the model")
+    purposes |= dict.fromkeys(compiled, "compiled for an NPU, and what it was compiled from")
+    members["README.md"] = _page(members, graphs, kind, manifest, purposes)
+    first = next(iter(graphs.values()))
     described = {
         "package": FORMAT,
         "quantkit": quantkit.__version__,
-        "model": written.model,
-        "kind": kind,
+        "model": first.model,
+        "kind": kind.name,
         "scheme": manifest.get("scheme"),
         "target": manifest.get("target"),
-        "opset": written.opset,
-        "ir_version": written.ir_version,
+        "opset": max(written.opset for written in graphs.values()),
+        "ir_version": max(written.ir_version for written in graphs.values()),
         "onnxruntime": manifest.get("versions", {}).get("onnxruntime"),
-        "artifact_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest(),
-        "files": hashes,
+        "artifact_sha256": file_hash(folder / MANIFEST),
+        "files": {
+            name: hashlib.sha256(each).hexdigest() if isinstance(each, bytes) else file_hash(each)
+            for name, each in members.items()
+        },
     }
     members[MANIFEST] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
-    return members, kind
+    return members, kind, notes
 
 
-def _readme(
+def compiled_forms(folder: Path, graphs: Sequence[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """(what providers compiled from these graphs, with a record beside each; what does not fit them)."""
+    found: dict[str, Path] = {}
+    notes = []
+    for graph in graphs:
+        for context in sorted((folder / COMPILED).glob(f"{Path(graph).stem}.*.onnx")):
+            record = context.with_suffix(".json")
+            try:
+                told = json.loads(record.read_text(encoding="utf-8"))
+                fits = told["model_sha256"] == model_hash(folder / graph)
+                fits = fits and told["file_sha256"] == file_hash(context)
+            except (OSError, ValueError, KeyError, TypeError):
+                fits = False
+            if fits:
+                found |= {f"{COMPILED}/{path.name}": path for path in (context, record)}
+            else:
+                notes.append(f"{COMPILED}/{context.name} was left out: it was not compiled from this {graph}")
+    return found, tuple(notes)
+
+
+def _page(
     members: Mapping[str, Member],
-    written: Written,
-    kind: str,
+    graphs: Mapping[str, Written],
+    kind: Kind,
     manifest: Mapping[str, Any],
-    licenses: list[str],
+    purposes: Mapping[str, str],
 ) -> bytes:
     target = TARGETS.get(str(manifest.get("target")))
-    others = dict.fromkeys(written.data_files, "weights, which the graph points to")
-    others |= dict.fromkeys(licenses, "license of the model")
-    rows = [f"| `{name}` | {(PURPOSES | others)[name]} |" for name in (*members, "README.md")]
+    rows = [f"| `{name}` | {purposes[name]} |" for name in (*members, "README.md")]
     rows.append(f"| `{MANIFEST}` | what made it, and the SHA-256 of every file |")
     values = [
-        f"| {side} | `{value.name}` | {value.element_type.lower()} | {', '.join(map(str, value.shape))} |"
+        f"| {side if len(graphs) == 1 else f'{graph}, {side}'} | `{value.name}` "
+        f"| {value.element_type.lower()} | {', '.join(map(str, value.shape))} |"
+        for graph, written in graphs.items()
         for side, listed in (("in", written.inputs), ("out", written.outputs))
         for value in listed
     ]
-    copied = ", ".join(f"`{name}`" for name in (MODEL, *written.data_files, TOKENIZER))
+    licenses = [name for name, purpose in purposes.items() if purpose == "license of the model"]
+    data_files = [name for written in graphs.values() for name in written.data_files]
+    copied = ", ".join(f"`{name}`" for name in dict.fromkeys((*graphs, *data_files, TOKENIZER)))
     num_bytes = sum(each.stat().st_size for each in members.values() if isinstance(each, Path))
-    text = string.Template(README.read_text(encoding="utf-8")).substitute(
-        model=written.model,
-        kind=kind,
+    text = string.Template(page_of(kind, manifest).read_text(encoding="utf-8")).substitute(
+        model=next(iter(graphs.values())).model,
+        kind=kind.name,
         quantkit=manifest.get("quantkit"),
         scheme=manifest.get("scheme"),
         target=manifest.get("target"),
         description=target.description if target else "unknown to this version",
         megabytes=f"{num_bytes / 1e6:.1f}",
         files="\n".join(rows),
-        run=RUNS[kind],
+        run=kind.command,
         onnxruntime=manifest.get("versions", {}).get("onnxruntime", "of an unknown version"),
         copied=copied,
         values="\n".join(values),
-        notes=NOTES[kind],
+        notes=kind.notes,
+        compiled=_about_compiled([each for each in members.values() if isinstance(each, Path)]),
         licenses=f": see {', '.join(licenses)}" if licenses else ", which quantkit does not know",
     )
     return text.encode()
+
+
+def page_of(kind: Kind, manifest: Mapping[str, Any]) -> Path:
+    """The page of its kind; a file that leaves activations to the runtime is for no NPU."""
+    target = TARGETS.get(str(manifest.get("target")))
+    return PAGE if target and not target.rounds_values else kind.page
+
+
+def _about_compiled(paths: Sequence[Path]) -> str:
+    """Where what was compiled serves, from its records."""
+    records = [path for path in paths if path.parent.name == COMPILED and path.suffix == ".json"]
+    if not records:
+        return "Nothing compiled is here, so a provider compiles the graphs\nwhenever a session starts."
+    told = json.loads(records[0].read_text(encoding="utf-8"))
+    made_by = f"{told['provider']} {told['provider_version']}"
+    return (
+        f"`{COMPILED}/` holds what the provider {made_by} made of the graphs\n"
+        f"under onnxruntime {told['onnxruntime']}, for the device `{told['device']}`. `run.py`\n"
+        "starts from it where versions and device are the same; elsewhere a provider compiles the graphs "
+        "whenever\na session starts."
+    )
 
 
 def _write_zip(output: Path, members: Mapping[str, Member], *, force: bool) -> None:

@@ -61,18 +61,19 @@ def choose(
     layers = tuple(_plan_layer(layer, min_dim, include, exclude) for layer in model_map.layers)
     chosen = {layer.name for layer in layers if layer.quantized}
     weights = {layer.name: layer.num_weights for layer in model_map.layers}
+    running = model_map.at_inference
     return Plan(
         model=model_map.name,
         min_dim=min_dim,
         include=tuple(include),
         exclude=tuple(exclude),
         layers=layers,
-        projections=Count(total=len(layers), quantized=len(chosen)),
+        projections=Count(total=len(running.layers), quantized=len(chosen)),
         matrices=Count(
-            total=len(model_map.matrices),
+            total=len(running.matrices),
             quantized=len({layer.matrix for layer in layers if layer.quantized}),
         ),
-        parameters=Count(total=model_map.num_parameters, quantized=sum(weights[name] for name in chosen)),
+        parameters=Count(total=running.num_parameters, quantized=sum(weights[name] for name in chosen)),
         formula=_check_formula(model_map, chosen),
         warnings=_warn(model_map, layers, min_dim),
     )
@@ -105,7 +106,9 @@ def _plan_layer(layer: Layer, min_dim: int, include: Sequence[str], exclude: Seq
     largest = max(layer.in_features, layer.out_features)
     excluded_by = next((pattern for pattern in exclude if matches(layer, pattern)), None)
     is_included = not include or any(matches(layer, pattern) for pattern in include)
-    if excluded_by is not None:
+    if not layer.calls:
+        quantized, reason = False, "not run at inference: a training loss alone reads it"
+    elif excluded_by is not None:
         quantized, reason = False, f"excluded by '{excluded_by}'"
     elif not is_included:
         quantized, reason = False, "not in --include"

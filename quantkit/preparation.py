@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quantkit.artifact import claim
 from quantkit.calibrate import StatisticsFile, calibration_tokens, collect, context_length, quick_peaks
 from quantkit.errors import InputError
 from quantkit.fake_quant import rounding_of
@@ -44,6 +45,7 @@ from quantkit.tensor_records import Evidence
 from quantkit.transforms import TRANSFORMS, Transform
 from quantkit.transforms.alpha import search_alpha
 from quantkit.transforms.smoothquant import Rule, smoothable
+from quantkit.weighing import weigh, weighed, with_gradients
 
 Ints = NDArray[np.int64]
 SEARCHED_ROWS = 256  # of a space's input, for the strength of smoothing
@@ -116,13 +118,40 @@ def prepare(job: Job, model_map: ModelMap, weights: TensorSource) -> Prepared:
         for name in seen.unreached
         if any(name == layer.matrix for layer in model_map.layers)
     ]
-    return replace(
+    made = replace(
         made,
         evidence=lambda layer: _read(seen, layer),
         notes=(*made.notes, *notes),
         key=seen.key,
         unused=(*made.unused, *([] if job.folder else [seen.folder])),
     )
+    return _with_gradients(job, made)
+
+
+def _with_gradients(job: Job, made: Prepared) -> Prepared:
+    """What rounding errors of outputs do to predictions, where the fit makes use of it."""
+    model_map = made.model_map
+    layers = weighed(job.recipe, job.formats, job.planned, model_map, any_format=searches(job.recipe))
+    if not layers:
+        return made
+    folder = _statistics_folder(job, made, f"{len(job.recipe.transforms)}-gradients")
+    if not job.resumes:
+        shutil.rmtree(folder, ignore_errors=True)
+    tokens = _statistic_tokens(job, model_map)
+    found = weigh(
+        job.source,
+        model_map,
+        made.weights,
+        layers,
+        tokens,
+        recipe=job.recipe,
+        folder=folder,
+        progress=job.progress,
+    )
+    made = replace(made, unused=(*made.unused, *([] if job.folder else [folder])))
+    if isinstance(found, str):
+        return replace(made, notes=(*made.notes, f"GPTQ weighs all outputs the same: {found}"))
+    return replace(made, evidence=with_gradients(made.evidence, found), key=f"{made.key} {found.key}")
 
 
 def discard(prepared: Prepared) -> None:
@@ -266,9 +295,7 @@ def _rounding_weights(chosen: Format) -> Callable[[NDArray[Any]], NDArray[Any]]:
 
 def _calibrate(job: Job, made: Prepared, wanted: Mapping[str, frozenset[str]], step: str) -> StatisticsFile:
     """Run the text through the model as it is now, or take what an interrupted run has left."""
-    tokens = tokens_for(job, made.model_map)
-    left_out = held_back(len(tokens)) if searches(job.recipe) else job.recipe.calibration.leave_out
-    tokens = tokens[: max(1, len(tokens) - left_out)]
+    tokens = _statistic_tokens(job, made.model_map)
     folder = _statistics_folder(job, made, step)
     if not job.resumes:
         shutil.rmtree(folder, ignore_errors=True)
@@ -287,13 +314,21 @@ def _calibrate(job: Job, made: Prepared, wanted: Mapping[str, frozenset[str]], s
         )
 
 
+def _statistic_tokens(job: Job, model_map: ModelMap) -> Ints:
+    """The calibration windows without those that a search measures on."""
+    tokens = tokens_for(job, model_map)
+    left_out = held_back(len(tokens)) if searches(job.recipe) else job.recipe.calibration.leave_out
+    return tokens[: max(1, len(tokens) - left_out)]
+
+
 def _statistics_folder(job: Job, made: Prepared, step: str) -> Path:
     if job.folder:
         return job.folder / step
     place = str(job.source.folder) if job.source.folder else job.source.name
     settings = [place, job.recipe.model_dump(include={"calibration", "transforms", "fit", "select", "seed"})]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "statistics" / f"{made.model_map.name.replace('/', '--')}-{digest}" / step
+    name = f"{made.model_map.name.replace('/', '--')}-{digest}"
+    return claim(cache_folder() / "statistics" / name) / step
 
 
 def held_back(num_windows: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import quantkit
 from quantkit.artifact import MANIFEST, hash_files, new_artifact
 from quantkit.budget import Sensitivity, sensitivities, units_of
+from quantkit.export.targets import TARGETS
 from quantkit.measurements import Report, Size, kept_projections
 from quantkit.measuring import environment, measure
 from quantkit.model.inspect import inspect_source
@@ -73,7 +74,7 @@ def run(
     with new_artifact(folder, force=force) as partial:
         job = job_of(opened, progress, folder=statistics, resumes=resumes)
         prepared = prepare(job, opened.model_map, opened.weights)
-        write_companions(opened.source, opened.model_map, partial)
+        write_companions(opened.source, opened.model_map, partial, target_name=recipe.target)
         if searches(recipe):
             written = write_within_budget(job, prepared, opened, partial, keeps_checkpoint=keeps_checkpoint)
         else:
@@ -156,6 +157,7 @@ def _write_manifest(folder: Path, plan: Plan, exported: Exported, recipe: Recipe
         "versions": {name: version(name) for name in HASHED_PACKAGES},
         "target": recipe.target,
         "scheme": recipe.scheme,
+        **({"static": recipe.static.model_dump()} if TARGETS[recipe.target].is_static else {}),
         "opset": exported.placement.opset,
         "ir_version": exported.placement.ir_version,
         "integer_operators": exported.placement.integer_operators,

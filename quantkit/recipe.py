@@ -61,7 +61,23 @@ class Calibration(BaseModel):
     leave_out: int = Field(
         default=0, ge=0, description="windows at the end that give no statistics: a search was measured there"
     )
+    gradient_windows: int = Field(
+        default=8, ge=0, description="windows that weigh outputs for GPTQ below 8 bits; 0 weighs all the same"
+    )
     seed: int = Field(default=0, ge=0, description="of the choice of windows")
+
+
+class Static(BaseModel):
+    """Sizes that a target with fixed shapes wants to know before anything runs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prompt: int | None = Field(
+        default=None, ge=2, description="tokens that are read at once; 128, or the model's context"
+    )
+    cache: int | None = Field(
+        default=None, ge=2, description="tokens whose keys and values are kept; 512, or what the model allows"
+    )
 
 
 class Budget(BaseModel):
@@ -110,9 +126,13 @@ class Recipe(BaseModel):
     cache: Literal["float32", "int8"] = Field(
         default="float32", description="what keys and values are kept as; int8 suits long contexts"
     )
-    target: Literal["cpu", "cpu-vnni", "cpu-avx2", "cpu-arm", "gpu"] = Field(
+    keep_latent: bool = Field(
+        default=False, description="give what a latent projection beside an FFN computes as outputs too"
+    )
+    target: Literal["cpu", "cpu-vnni", "cpu-avx2", "cpu-arm", "gpu", "npu", "openvino"] = Field(
         default="cpu", description="who runs the file; cpu is cpu-vnni"
     )
+    static: Static = Static()
     single_file_mb: int = Field(
         default=64, ge=0, description="weights up to this size lie inside model.onnx, larger ones beside it"
     )
@@ -125,6 +145,7 @@ SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     (): Recipe,
     ("select",): Select,
     ("calibration",): Calibration,
+    ("static",): Static,
     ("budget",): Budget,
     ("measure",): Measure,
 }

@@ -141,7 +141,9 @@ class Layer:
     is_cross_attention: bool = False
     tied_to: str | None = None  # the embedding whose table this projection reuses
     aliases: tuple[str, ...] = ()  # other names of the same module object
-    calls: int = 1  # how often one forward pass runs it
+    calls: int = 1  # how often one forward pass runs it; 0: training alone does
+    num_heads: int = 1  # of a latent: what its output splits into
+    num_groups: int = 1  # blocks on the diagonal, all other weights being zero: as many as heads, or 1
 
     @property
     def is_fused(self) -> bool:
@@ -150,8 +152,8 @@ class Layer:
 
     @property
     def num_weights(self) -> int:
-        """Weights without bias."""
-        return self.in_features * self.out_features
+        """Weights without bias, and without those that are zero by construction."""
+        return self.in_features * self.out_features // self.num_groups
 
     @property
     def num_new_parameters(self) -> int:
@@ -321,6 +323,13 @@ class ModelMap:
     def matrices(self) -> tuple[str, ...]:
         """The stored matrices, each once, in the order of the walk."""
         return tuple(dict.fromkeys(layer.matrix for layer in self.layers))
+
+    @property
+    def at_inference(self) -> ModelMap:
+        """The map without the projections that training alone runs."""
+        kept = tuple(layer for layer in self.layers if layer.calls)
+        fewer = sum(layer.num_new_parameters for layer in self.layers if not layer.calls)
+        return dataclasses.replace(self, num_parameters=self.num_parameters - fewer, layers=kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from quantkit.plan import DEFAULT_MIN_DIM, parse_min_dim
 from quantkit.recipe import Recipe, Select, load_recipe, override
 from quantkit.records import to_json
 from quantkit.report.costs import specification_csv, specification_json, specification_page
+from quantkit.report.ffn import units_page
 from quantkit.report.inspection import inspection_json, inspection_page
 from quantkit.report.losses import sensitivity_page
 from quantkit.report.quantization import quantization_page, report_json
@@ -22,7 +23,7 @@ from quantkit.schemes import AUTO
 
 FORMATS = ("table", "markdown", "json", "csv")
 NO_TRANSFORM = "none"
-LEAST = {"--batch": 1, "--seq": 1, "--past": 0}
+LEAST = {"--batch": 1, "--seq": 1, "--past": 0, "--max-tokens": 1}
 
 
 def inspect(
@@ -82,6 +83,36 @@ def inspect(
     return _show(specification_page(spec), output_format)
 
 
+def hidden_units(
+    *,
+    model: str,
+    is_asked: bool,
+    text: str | None,
+    max_tokens: str | None,
+    trust_remote_code: bool,
+    output_format: str,
+) -> str:
+    """What `quantkit inspect --ffn` prints; empty when a table went to the terminal already."""
+    from quantkit.ffn_units import MAX_TOKENS, ffn_units  # noqa: PLC0415 - torch takes seconds
+
+    if not is_asked:
+        flag = "--text" if text is not None else "--max-tokens"
+        raise InputError(
+            f"{flag} is read by the look into FFNs alone", where="inspect", next_step="add --ffn"
+        )
+    if output_format not in FORMATS[:3]:
+        raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(FORMATS[:3]))
+    found = to_json(
+        ffn_units(
+            model,
+            text=Path(text).expanduser() if text else None,
+            max_tokens=MAX_TOKENS if max_tokens is None else _whole("--max-tokens", max_tokens),
+            trust_remote_code=trust_remote_code,
+        )
+    )
+    return json.dumps(found, indent=2) if output_format == "json" else _show(units_page(found), output_format)
+
+
 def sensitivity(
     *,
     model: str,
@@ -90,7 +121,8 @@ def sensitivity(
     output_format: str,
 ) -> str:
     """What `quantkit inspect --sensitivity` prints; empty when a table went to the terminal already."""
-    from quantkit.quantization import sensitivity as measure  # noqa: PLC0415 - torch takes seconds
+    from quantkit.ffn_units import units_of_model  # noqa: PLC0415 - torch takes seconds
+    from quantkit.quantization import sensitivity as measure  # noqa: PLC0415
 
     if output_format not in FORMATS[:3]:
         raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(FORMATS[:3]))
@@ -98,7 +130,8 @@ def sensitivity(
     typed = {**changes, "model": model, "select.min_dim": _min_dim(min_dim) if min_dim else None}
     recipe = override(load_recipe(recipe_path) if recipe_path else Recipe(), typed)
     opened, found = measure(recipe)
-    units, decided = to_json(found), opened.recipe
+    units, decided, ffns = to_json(found), opened.recipe, to_json(units_of_model(opened))
+    units = [{**unit, **({"ffn": ffns[unit["name"]]} if unit["name"] in ffns else {})} for unit in units]
     if output_format == "json":
         return json.dumps({"model": opened.model_map.name, "fit": decided.fit, "units": units}, indent=2)
     words = f"fit: {decided.fit}; on tokens of {decided.calibration.text or 'the bundled calibration text'}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.requests_host import Remote, require_side, steps_from_host
 from quantkit.runtime.generate import Sampling, check_sampling, generate
+from quantkit.runtime.static_session import StaticDecoder, generate_static
 from quantkit.runtime.text import Text, open_text
 from quantkit.runtime.traced import Traced, generate_traced, holds_model, open_generator
 
@@ -24,22 +28,31 @@ def continue_texts(
     max_new_tokens: int,
     sampling: Mapping[str, Any],
     threads: int | None,
+    provider: str | None = None,
     as_json: bool,
+    remote: Remote | None = None,
 ) -> Iterator[str]:
     """The pieces of text to print, as they are made."""
     if max_new_tokens < 1:
         raise InputError(f"{max_new_tokens}", where="--max-new-tokens", allowed="1 or more")
     settings = Sampling(**sampling)
     check_sampling(settings)
-    with _artifact(model) as folder:
-        decoder, text = open_generator(folder, threads=threads), open_text(folder)
+    if provider not in (None, "cpu"):
+        _send_libraries_to_errors()
+    with _artifact(model, is_half=remote is not None) as folder:
+        text = open_text(folder)
         ids = [text.encode(prompt) for prompt in prompts]
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": settings}
         options["stop_ids"] = text.stop_ids
-        if isinstance(decoder, Traced):
+        decoder = None if remote else open_generator(folder, threads=threads, provider=provider)
+        if remote:
+            steps, answers = steps_from_host(folder, remote, ids, threads=threads, **options), False
+        elif isinstance(decoder, Traced):
             steps = generate_traced(decoder, ids, **options)
             answers = decoder.encoder is not None
-        else:
+        elif isinstance(decoder, StaticDecoder):
+            steps, answers = generate_static(decoder, ids, **options), False
+        elif decoder:
             steps, answers = generate(decoder, ids, **options), False
         # Behind an encoder, the answer is a text of its own and not the prompt's continuation.
         beginnings = [""] * len(prompts) if answers else prompts
@@ -63,10 +76,11 @@ def continue_texts(
 
 
 @contextmanager
-def _artifact(model: str) -> Iterator[Path]:
+def _artifact(model: str, *, is_half: bool = False) -> Iterator[Path]:
     """The artifact's folder, or for a model that is none a float one for as long as it is needed."""
     folder = Path(model).expanduser()
-    if holds_model(folder):
+    require_side(folder, is_half=is_half)
+    if is_half or holds_model(folder):
         yield folder
         return
     from quantkit.quantization import write_float  # noqa: PLC0415 - torch, transformers and onnx take seconds
@@ -74,6 +88,13 @@ def _artifact(model: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
         write_float(model, Path(made))
         yield Path(made)
+
+
+def _send_libraries_to_errors() -> None:
+    """Vendors' libraries print to standard output, which here holds the answer alone, or its JSON."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
+        os.dup2(2, 1)
 
 
 def _stream(prompt: str, steps: Iterator[list[int | None]], text: Text) -> Iterator[str]:

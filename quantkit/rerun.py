@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.evaluate.accuracy import Logits, TextPerplexity, measure_accuracy, measure_perplexity
+from quantkit.evaluate.agreement import agreement
 from quantkit.evaluate.latency import Budget, measure_latency, timing_of
 from quantkit.evaluate.memory import floor_ms
 from quantkit.evaluate.similarity import measure_similarity
@@ -52,12 +53,15 @@ from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.encoder import Encoder, open_encoder
 from quantkit.runtime.provider_trial import Asked, try_provider
 from quantkit.runtime.session import MODEL_FILE, Decoder, open_decoder
+from quantkit.runtime.static_session import holds_static, open_static_decoder
 from quantkit.runtime.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.traced import holds_model
-from quantkit.stages import WEIGHTS_FILE
+from quantkit.stages import SHARED_FILE, WEIGHTS_FILE
 from quantkit.subjects import (
     SMALLEST_VOCABULARY,
     Model,
+    fitting,
+    fixed_length,
     generates,
     open_model,
     outputs_of,
@@ -67,6 +71,11 @@ from quantkit.subjects import (
 
 # Texts whose logits providers are compared by: few, since an emulator takes seconds for each.
 COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
+# What a provider's process says in the words of its record.
+TOLD = (
+    "why_not", "cure", "device", "version", "prompt_length", "peak_bytes", "library_ms", "start_ms",
+    "start_again_ms", "compile_ms",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +111,8 @@ class Opened:
     @property
     def size_bytes(self) -> int:
         """Graph and weights."""
-        paths = (*self.folder.glob("*.onnx"), *self.folder.glob(WEIGHTS_FILE))
+        beside = (*self.folder.glob(WEIGHTS_FILE), *self.folder.glob(SHARED_FILE))
+        paths = (*self.folder.glob("*.onnx"), *beside)
         return sum(path.stat().st_size for path in paths)
 
 
@@ -123,6 +133,9 @@ def open_artifact(folder: Path, changes: Mapping[str, Any]) -> Opened:
 
 def _open(folder: Path, threads: int | None) -> tuple[Model, Mapping[str, Any]]:
     """As what it was exported, and what its graph says of itself."""
+    if holds_static(folder):
+        decoder = open_static_decoder(folder, threads=threads)
+        return decoder, decoder.metadata
     if not (folder / MODEL_FILE).exists():
         return open_model("traced", folder, threads=threads), {}
     model: Decoder | Encoder
@@ -165,7 +178,8 @@ def evaluate(opened: Opened, *, reference: str | None, progress: Progress) -> Ev
             next_step="name the original with --reference MODEL",
         )
     ids, text = _tokens(opened)
-    window = min(wanted.window or LARGEST_WINDOW, opened.context, len(ids))
+    readable = fixed_length(opened.model) or opened.context
+    window = min(wanted.window or LARGEST_WINDOW, readable, len(ids))
     common: dict[str, Any] = {"token_ids": ids, "text": text}
     quantized, original = outputs_of(opened.model), _logits_of(name, opened.threads) if name else None
     result: Accuracy | Similarity | TextPerplexity
@@ -203,7 +217,7 @@ def _original_at_hand(recipe: Recipe, notes: list[str]) -> str | None:
 
 def _logits_of(name: str, threads: int) -> Logits:
     """Another artifact in the runtime, or a model in transformers."""
-    if (Path(name).expanduser() / MODEL_FILE).exists():
+    if holds_model(Path(name).expanduser()):
         return outputs_of(_open(Path(name).expanduser(), threads)[0])
     return reference_logits(with_weights(open_source(name), random_weights=False))
 
@@ -247,7 +261,7 @@ class Benchmarked:
 def benchmark(opened: Opened, *, progress: Progress) -> Benchmarked:
     """Prompt, tokens after it and peak memory on the CPU provider."""
     wanted, model = opened.recipe.measure, opened.model
-    lengths = timed_lengths(wanted, opened.context)
+    lengths = fitting(model, *timed_lengths(wanted, opened.context))
     bytes_read = opened.metadata.get("bytes_per_token")
     notes = []
     with progress.stage("latency"):
@@ -288,7 +302,7 @@ def benchmark_providers(
 ) -> tuple[tuple[ProviderRun, ...], tuple[str, ...]]:
     """(a row for each provider, notes); each in a process of its own, so none can end the others."""
     notes: list[str] = []
-    lengths = timed_lengths(opened.recipe.measure, opened.context)
+    lengths = fitting(opened.model, *timed_lengths(opened.recipe.measure, opened.context))
     with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
         ids_path = Path(made) / "ids.npy"
         with progress.stage("reference"):
@@ -312,7 +326,15 @@ def benchmark_providers(
                 )
             accuracy = None
             if compared and "positions" in found:
-                accuracy = _agreement(np.load(logits_path), compared[1][:, found["positions"]], compared[2])
+                logits = np.load(logits_path)
+                accuracy = agreement(
+                    logits,
+                    compared[1][: len(logits), found["positions"]],
+                    ids_WS=compared[0][: len(logits)],
+                    positions=found["positions"],
+                    reference=compared[2],
+                    predicts_tokens=generates(opened.model),
+                )
             runs.append(_provider_run(each, found, accuracy))
     return tuple(runs), tuple(notes)
 
@@ -327,27 +349,14 @@ def _compared(opened: Opened, notes: list[str]) -> tuple[NDArray[np.int64], NDAr
     except InputError as error:  # no tokenizer, or a text that it does not fit
         notes.append(f"logits are compared on random tokens ({error})")
         ids = np.random.default_rng(0).integers(0, SMALLEST_VOCABULARY, COMPARED_WINDOWS * COMPARED_LENGTH)
-    length = min(COMPARED_LENGTH, opened.context, len(ids))
+    length = min(COMPARED_LENGTH, fixed_length(opened.model) or opened.context, len(ids))
     count = min(COMPARED_WINDOWS, len(ids) // length)
     texts_WS = ids[: count * length].reshape(count, length)
     name = _original_at_hand(opened.recipe, [])
     outputs = _logits_of(name, opened.threads) if name else outputs_of(opened.model)
     words = f"{name} in float32" if name else "the same file on the CPU"
-    return texts_WS, np.concatenate([outputs(ids_S[None]) for ids_S in texts_WS]), words
-
-
-def _agreement(
-    logits_WSV: NDArray[np.float32], reference_WSV: NDArray[np.float32], words: str
-) -> ProviderAccuracy:
-    """Over the positions whose logits the provider gave: a graph may be shorter than the texts."""
-    error = np.abs(logits_WSV.astype(np.float64) - reference_WSV).max() / np.abs(reference_WSV).max()
-    is_same_WS = logits_WSV.argmax(axis=-1) == reference_WSV.argmax(axis=-1)
-    return ProviderAccuracy(
-        reference=words,
-        max_relative_logit_error=float(error),
-        top1_agreement=float(is_same_WS.mean()),
-        num_tokens=is_same_WS.size,
-    )
+    made = np.concatenate([outputs(ids_S[None]) for ids_S in texts_WS])
+    return texts_WS, made if made.ndim > 2 else made[:, None], words  # one answer a text stands at one place
 
 
 def _provider_run(asked: Asked, found: Mapping[str, Any], accuracy: ProviderAccuracy | None) -> ProviderRun:
@@ -369,11 +378,8 @@ def _provider_run(asked: Asked, found: Mapping[str, Any], accuracy: ProviderAccu
         if placed
         else None,
         accuracy=accuracy,
-        notes=tuple(found.get("notes", ())),
-        **{
-            key: found.get(key)
-            for key in ("why_not", "cure", "device", "version", "start_ms", "prompt_length", "peak_bytes")
-        },
+        notes=(*found.get("notes", ()), *found.get("said", ())),
+        **{key: found.get(key) for key in TOLD},
     )
 
 

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.preparation import Job, Prepared, planned
+from quantkit.errors import InputError
+from quantkit.export.targets import TARGETS
+from quantkit.preparation import Job, Prepared, planned, tokens_for
 from quantkit.quantizers.losses import Sums
 from quantkit.recipe import override
 from quantkit.stages import Exported, write_model
+from quantkit.static_stages import window_length, write_static
 
 
 def export_options(job: Job) -> dict[str, Any]:
@@ -34,6 +37,18 @@ def round_and_export(
 ) -> Exported:
     """`layers` are the schemes of their own that projections have, "float" among them."""
     recipe = override(job.recipe, {"layers": dict(layers)})
+    if TARGETS[recipe.target].is_static:
+        return _static(
+            job,
+            prepared,
+            folder,
+            fit=recipe.fit,
+            keeps_checkpoint=keeps_checkpoint,
+            adds_biases=recipe.bias_correction,
+            evidence=prepared.evidence,
+            losses=losses,
+            count=count,
+        )
     return write_model(
         prepared.model_map,
         planned(recipe, prepared.model_map),
@@ -47,4 +62,24 @@ def round_and_export(
         losses=losses,
         count=count,
         **export_options(job),
+    )
+
+
+def _static(job: Job, prepared: Prepared, folder: Path, **options: Any) -> Exported:  # noqa: ANN401
+    """For a target of fixed shapes: values get their ranges from as many tokens as calibration reads."""
+    recipe, model_map = job.recipe, prepared.model_map
+    if recipe.layers:
+        raise InputError("one scheme serves all of a static graph", where=f"--target {recipe.target}")
+    length = window_length(recipe, model_map)
+    number = -(-recipe.calibration.windows * recipe.calibration.length // length)
+    return write_static(
+        model_map,
+        planned(recipe, model_map),
+        prepared.weights,
+        folder,
+        windows=tokens_for(job, model_map, windows=number, length=length),
+        sizes=recipe.static,
+        scheme_name=recipe.scheme,
+        target_name=recipe.target,
+        **options,
     )

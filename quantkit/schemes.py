@@ -9,7 +9,7 @@ prompts and lose accuracy on models with outlier channels; they are offered and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.errors import InputError
 
@@ -52,7 +52,9 @@ class Format:
     """What the numbers of one projection are: its weights on a grid, and which inputs share a scale."""
 
     grid: Grid
-    activations: str  # "block", "token", "tensor", or from calibration: "static8", "static16"
+    # "block", "token", "tensor"; from calibration "static8", "static16", or "graph8", "graph16" where each
+    # value of the graph has a range of its own; "float" where the runtime rounds, or nobody does
+    activations: str
 
     @property
     def input_bits(self) -> int | None:
@@ -137,6 +139,19 @@ DEFAULT_SCHEMES: dict[str, str] = {
     "encoder": "int8_token",
     "traced": "int8_block128",
 }
+
+
+DEFAULT_STATIC_SCHEME = "int8_static16"  # where the target wants every value in a range from calibration
+
+
+def on_graph(wanted: Format) -> Format:
+    """The same where ranges belong to the values of a graph, and none is stored with the weights."""
+    return replace(wanted, activations=wanted.activations.replace("static", "graph"))
+
+
+def static_bits(name: str) -> int | None:
+    """Width of a scheme's inputs where calibration fixes their ranges, else None."""
+    return scheme(name).body.input_bits
 
 
 def format_for(name: str, *, is_head: bool) -> Format:

@@ -31,13 +31,13 @@ from quantkit.model.families import family_of
 from quantkit.model.linears import weight_OI
 from quantkit.model.places import checkpoint_name
 from quantkit.quantizers import QUANTIZERS
-from quantkit.quantizers.apply import Evidences, fit_for, input_grid, usable
+from quantkit.quantizers.apply import Evidences, fitting_for, input_grid, usable
 from quantkit.records import ModelMap, Role
 from quantkit.schemes import FLOAT, Format, format_for
 from quantkit.tensor_records import Pack
 
 Progress = Callable[[int], None]
-VERSION = 1  # of the method: a change makes older figures worthless
+VERSION = 2  # of the method: a change makes older figures worthless
 
 
 def format_named(name: str, unit: Pack) -> Format:
@@ -93,13 +93,14 @@ def replaced(
     undo: list[Callable[[], Any]] = []
     seen = evidence(unit.layers[0])
     fixed = input_grid(unit.name, chosen, seen)
-    fit_rows = fit_for(usable(QUANTIZERS[fit], seen), chosen.grid, seen)  # all of a unit read one input
+    fitting = fitting_for(usable(QUANTIZERS[fit], seen), chosen.grid, seen)  # all of a unit read one input
     try:
         for layer in unit.layers:
             linear = modules[layer.matrix]
             target = weight_OI(linear, layer.stored_as).detach()
             rows = rows_of(layer.rows)
             original = target[rows].clone()
+            fit_rows = fitting.joined(evidence(layer)) or fitting.of_rows
             encoded = fit_rows(original.float().numpy())
             target[rows] = torch.from_numpy(decode_all(encoded, layer.in_features)).to(target.dtype)
             undo.append(partial(target.index_copy_, 0, rows, original))

@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,11 @@ from quantkit.quantizers.losses import Sums
 from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
-from quantkit.schemes import SCHEMES
+from quantkit.schemes import SCHEMES, Format
 from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, formats_of
 
 WEIGHTS_FILE = "weights.safetensors"
+SHARED_FILE = "weights.data"  # of the graphs of a target with fixed shapes
 NOTHING = 1 << 62  # a min_dim that no projection reaches
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 Count = Callable[[int], None]
@@ -62,7 +63,8 @@ class Exported:
     @property
     def num_bytes(self) -> int:
         """Bytes of the graph and of the weights beside it."""
-        return sum(path.stat().st_size for path in (*self.paths, self.folder / WEIGHTS_FILE) if path.exists())
+        beside = (self.folder / WEIGHTS_FILE, self.folder / SHARED_FILE)
+        return sum(path.stat().st_size for path in (*self.paths, *beside) if path.exists())
 
 
 def require_tensors(contents: Contents, source: TensorSource, where: str) -> None:
@@ -111,47 +113,37 @@ def write_model(
     `original` is the folder of the source: only a model that must be traced needs it. `layers` are pattern ->
     scheme of projections that have one of their own; `losses` is filled with what each pack lost.
     """
-    scheme, kind, target = SCHEMES[scheme_name], kind_of(model_map), TARGETS[target_name]
+    kind, target = kind_of(model_map), TARGETS[target_name]
     if target.is_half and kind == "traced":
         raise InputError(
             f"{model_map.architecture} is traced, and only fused graphs are written in half precision",
             where=f"--target {target_name}",
             next_step="leave --target out",
         )
-    wanted = formats_of(model_map, scheme, layers)
+    assert not target.is_static, "static_stages writes these"
     contents = contents_of(
         model_map,
         plan,
-        {name: format_on(target, each) for name, each in wanted.items()},
-        table_grid=scheme.head.grid,
+        formats_on(model_map, scheme_name, target_name, layers),
+        table_grid=SCHEMES[scheme_name].head.grid,
         packs_attention=kind != "traced",
         adds_biases=adds_biases,
     )
-    require_tensors(contents, source, model_map.name)
-    checkpoint = write_checkpoint(
-        folder / WEIGHTS_FILE,
-        contents.tensors(),
-        quantized_parts(
-            contents,
-            source,
-            transposed=TRANSPOSED,
-            gain_offset=model_map.norm_gain_offset,
-            fit=fit,
-            evidence=evidence,
-            losses=losses,
-            progress=count,
-        ),
-        describe(model_map, plan, contents, scheme_name, fit),
+    checkpoint = write_rounded(
+        model_map,
+        plan,
+        contents,
+        source,
+        folder,
+        scheme_name=scheme_name,
+        fit=fit,
+        evidence=evidence,
+        losses=losses,
+        count=count,
     )
     graph_options: dict[str, Any] = {
         "target": target,
-        "metadata": {
-            "max_positions": context_of(model_map),
-            "scheme": scheme_name,
-            "model": model_map.name,
-            "kind": kind,
-            "bytes_per_token": bytes_per_token(contents),
-        },
+        "metadata": metadata_of(model_map, contents, scheme_name, kind),
     }
     keeps_outside = checkpoint.path.stat().st_size > single_file_bytes
     if kind == "traced":
@@ -174,6 +166,59 @@ def write_model(
         planned_bytes=planned_bytes(contents.tensors()),
         bytes_per_token=bytes_per_token(contents),
     )
+
+
+def formats_on(
+    model_map: ModelMap, scheme_name: str, target_name: str, layers: Mapping[str, str] | None = None
+) -> dict[str, Format]:
+    """The format of every projection, as the target computes it; a static graph has one for all."""
+    scheme, target = SCHEMES[scheme_name], TARGETS[target_name]
+    if target.is_static:
+        scheme = replace(scheme, head=scheme.body)
+    return {name: format_on(target, each) for name, each in formats_of(model_map, scheme, layers).items()}
+
+
+def write_rounded(
+    model_map: ModelMap,
+    plan: Plan,
+    contents: Contents,
+    source: TensorSource,
+    folder: Path,
+    *,
+    scheme_name: str,
+    fit: str,
+    evidence: Evidences = lambda _: None,
+    losses: dict[str, Sums] | None = None,
+    count: Count = lambda _: None,
+) -> Checkpoint:
+    """The checkpoint that graphs are made from."""
+    require_tensors(contents, source, model_map.name)
+    return write_checkpoint(
+        folder / WEIGHTS_FILE,
+        contents.tensors(),
+        quantized_parts(
+            contents,
+            source,
+            transposed=TRANSPOSED,
+            gain_offset=model_map.norm_gain_offset,
+            fit=fit,
+            evidence=evidence,
+            losses=losses,
+            progress=count,
+        ),
+        describe(model_map, plan, contents, scheme_name, fit),
+    )
+
+
+def metadata_of(model_map: ModelMap, contents: Contents, scheme_name: str, kind: str) -> dict[str, Any]:
+    """What a graph says of itself."""
+    return {
+        "max_positions": context_of(model_map),
+        "scheme": scheme_name,
+        "model": model_map.name,
+        "kind": kind,
+        "bytes_per_token": bytes_per_token(contents),
+    }
 
 
 def _traced(
@@ -232,7 +277,7 @@ def bytes_per_token(contents: Contents) -> int:
 
 def reference_size(model_map: ModelMap) -> int:
     """Bytes of the model in float32."""
-    return 4 * model_map.num_parameters
+    return 4 * model_map.at_inference.num_parameters
 
 
 def describe(
@@ -263,7 +308,9 @@ def describe(
     }
 
 
-def write_companions(source: Source, model_map: ModelMap, folder: Path) -> None:
+def write_companions(
+    source: Source, model_map: ModelMap, folder: Path, *, target_name: str = DEFAULT_TARGET
+) -> None:
     """Config, tokenizer and the files by which other clients run the artifact."""
     config = config_for_artifact(source)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -273,5 +320,5 @@ def write_companions(source: Source, model_map: ModelMap, folder: Path) -> None:
         make_fast_tokenizer(source, folder)
     stop_ids = sorted(each for each in read_stop_ids(folder) if each < (model_map.vocab_size or 0))
     settings = genai_config(model_map, stop_ids=stop_ids, config=config)
-    if settings:
+    if settings and not TARGETS[target_name].is_static:
         (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

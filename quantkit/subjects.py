@@ -11,8 +11,19 @@ from quantkit.errors import InputError
 from quantkit.evaluate.accuracy import Logits
 from quantkit.evaluate.halves import AnswerLogits
 from quantkit.evaluate.latency import Runs
+from quantkit.export.shared_weights import with_all_logits
+from quantkit.runtime import static_session
 from quantkit.runtime.encoder import Encoder, encode, open_encoder
 from quantkit.runtime.session import MODEL_FILE, Decoder, State, all_logits, open_decoder, start, step
+from quantkit.runtime.static_session import (
+    PROMPT_FILE,
+    StaticDecoder,
+    StaticState,
+    holds_static,
+    open_raw,
+    open_static_decoder,
+    text_logits,
+)
 from quantkit.runtime.traced import (
     PAST,
     NotTextError,
@@ -26,13 +37,15 @@ from quantkit.runtime.traced import (
 )
 from quantkit.stages import Exported
 
-Model = Decoder | Encoder | Traced
+Model = Decoder | Encoder | Traced | StaticDecoder
 SETTLING_SECONDS = 0.05
 SMALLEST_VOCABULARY = 28  # ids that every encoder has
 
 
 def open_model(kind: str, folder: Path, *, threads: int | None = None) -> Model:
     """Open a model that was exported as a fused "decoder" or "encoder", or "traced"."""
+    if kind == "decoder" and holds_static(folder):
+        return open_static_decoder(folder, threads=threads)
     if kind == "decoder":
         return open_decoder(folder, threads=threads)
     if kind == "traced" and not (folder / MODEL_FILE).exists():
@@ -74,7 +87,27 @@ def outputs_of(model: Model) -> Logits:
         return lambda ids: encode(model, ids)[model.outputs[0]]
     if isinstance(model, Traced):
         return lambda ids: traced_logits(model, ids)
+    if isinstance(model, StaticDecoder):
+        assert model.folder is not None
+        threads = model.prompt.get_session_options().intra_op_num_threads
+        whole = open_raw(with_all_logits(model.folder / PROMPT_FILE), model.folder, threads=threads)
+        return lambda ids: text_logits(whole, ids)
     return lambda ids: all_logits(model, ids)
+
+
+def fixed_length(model: Model) -> int | None:
+    """How many tokens a model reads at once, where that is fixed."""
+    if isinstance(model, StaticDecoder):
+        return model.num_prompt
+    return model.length if isinstance(model, Encoder) else None
+
+
+def fitting(model: Model, prompt: int, decode: int) -> tuple[int, int]:
+    """Lengths to time: a graph of fixed sizes computes all of its places whatever stands in them."""
+    prompt = fixed_length(model) or prompt
+    if isinstance(model, StaticDecoder):
+        decode = min(decode, model.context - prompt)
+    return prompt, decode
 
 
 def answers_of(model: Traced) -> AnswerLogits:
@@ -100,6 +133,13 @@ def runs_of(model: Model, prompt: int, decode: int) -> Runs:
             texts[:] = [read_prompt(model, ids)[0]]
 
         return Runs(prefill=read, step=lambda: go_on(texts[0], ids[:, :1]), prepare=settle)
+    if isinstance(model, StaticDecoder):
+        begun: list[StaticState] = []
+
+        def begin() -> None:
+            begun[:] = [static_session.start(model, ids[0])[0]]
+
+        return Runs(prefill=begin, step=lambda: static_session.step(begun[0], int(ids[0, 0])), prepare=settle)
     states: list[State] = []
 
     def prepare() -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.plan import matches
 from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role, Rows
-from quantkit.schemes import FLOAT, Format, Grid, Scheme, format_for
+from quantkit.schemes import FLOAT, Format, Grid, Scheme, format_for, in_blocks
 
 DTYPES: dict[str, Any] = {  # as safetensors spells them
     "F32": np.float32,
@@ -27,6 +27,7 @@ DTYPES: dict[str, Any] = {  # as safetensors spells them
     "U8": np.uint8,
     "U16": np.uint16,
 }
+LARGEST_GROUP_BLOCK = 64  # of a block-diagonal weight whose scheme has no blocks
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
 assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
 
@@ -88,8 +89,13 @@ class Pack:
 
     @property
     def in_features(self) -> int:
-        """Columns of the weight."""
-        return self.layers[0].in_features
+        """Columns of the weight as it is stored: of a block-diagonal one, those of a block."""
+        return self.layers[0].in_features // self.num_groups
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks on the diagonal, stored one above the other; 1 for a dense weight."""
+        return self.layers[0].num_groups
 
     @property
     def out_features(self) -> int:
@@ -193,6 +199,18 @@ def formats_of(
     return found
 
 
+def for_groups(chosen: Format, layer: Layer) -> Format:
+    """The format with blocks that fill the inputs of a head evenly, where that can be; dense ones keep it.
+
+    Weights with one scale a row are stored transposed, in which a head's rows do not lie together.
+    """
+    if layer.num_groups == 1:
+        return chosen
+    width, largest = layer.in_features // layer.num_groups, chosen.grid.block or LARGEST_GROUP_BLOCK
+    fitting = [size for size in (256, 128, 64, 32, 16) if size <= largest and width % size == 0]
+    return in_blocks((*fitting, 16)[0], bits=chosen.grid.bits, is_symmetric=chosen.grid.is_symmetric)
+
+
 def contents_of(
     model_map: ModelMap,
     plan: Plan,
@@ -207,11 +225,13 @@ def contents_of(
     Without `packs_attention`, packs are the matrices as the original multiplies them, rows in stored order.
     """
     planned = {layer.name for layer in plan.layers if layer.quantized}
+    model_map = model_map.at_inference
+    layers = {layer.name: layer for layer in model_map.layers}
 
     def format_of(name: str) -> Format | None:
         if name not in planned:
             return None
-        return formats if isinstance(formats, Format) else formats[name]
+        return for_groups(formats if isinstance(formats, Format) else formats[name], layers[name])
 
     if table_grid is None:
         table_grid = formats.grid if isinstance(formats, Format) else Grid(block=128)
@@ -317,3 +337,5 @@ class Evidence:
     high: float | None = None
     quantiles: Mapping[str, tuple[float, float]] | None = None  # "99.9", "mse8", "mse16" -> (low, high)
     sample_TI: NDArray[np.float32] | None = None  # some tokens, drawn with a seed
+    gradient_OO: NDArray[np.float32] | None = None  # of the gradients at one projection's outputs
+    num_gradients: int = 0  # tokens that it is of

@@ -84,7 +84,7 @@ def write(
 ) -> Written:
     """Round and export; `layers` are the schemes of their own that projections have."""
     losses: dict[str, Sums] = {}
-    num_weights = sum(layer.num_weights for layer in prepared.model_map.layers)
+    num_weights = sum(layer.num_weights for layer in prepared.model_map.at_inference.layers)
     with job.progress.stage("quantize and export", total=num_weights, unit="weights") as count:
         exported = round_and_export(
             job, prepared, layers, partial, keeps_checkpoint=keeps_checkpoint, losses=losses, count=count

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from exporting import build_tiny
 from torch.overrides import TorchFunctionMode
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect_source
-from quantkit.model.load import Source, open_source
+from quantkit.model.load import Source, model_class, open_source
 from quantkit.model.tensors import TensorSource
 from quantkit.model.weight_source import open_weights
 from quantkit.records import ModelMap
@@ -69,8 +68,11 @@ def make_subject(tiny_class: str, sizes: dict, folder: Path, dtype: torch.dtype 
     model.save_pretrained(folder)
     source = open_source(str(folder))
     model_map = inspect_source(source)
-    model_class = getattr(transformers, tiny_class)
-    reference = model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    reference = (
+        model_class(tiny_class)
+        .from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        .eval()
+    )
     return Subject(
         source=source,
         map=model_map,

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
-from quantkit.model.load import open_source
+from quantkit.model.load import model_class, open_source
 from quantkit.model.weight_source import open_weights
 from quantkit.plan import choose
 from quantkit.records import Layer
@@ -32,6 +31,8 @@ DECODERS = (
     "gemma2",
     "gemma3",
     "phi3",
+    "quantkit_reference",
+    "ws_ffn",
 )
 
 
@@ -47,8 +48,8 @@ def decoder_cases() -> list:
 def build_tiny(tiny_class: str, sizes: dict, *, spread: float = 0.1, dtype=torch.float32):
     """A random model whose biases and gains are random too, so that none of them can go missing."""
     torch.manual_seed(0)
-    model_class = getattr(transformers, tiny_class)
-    model = model_class(model_class.config_class(**sizes, attn_implementation="eager")).eval()
+    made_from = model_class(tiny_class)
+    model = made_from(made_from.config_class(**sizes, attn_implementation="eager")).eval()
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
     return model.to(dtype)

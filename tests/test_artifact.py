@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.artifact import MANIFEST, folder_bytes, hash_files, new_artifact
+from quantkit.artifact import MANIFEST, claim, folder_bytes, hash_files, new_artifact
 from quantkit.errors import InputError
 
 pytestmark = pytest.mark.once
@@ -307,3 +307,28 @@ def test_hashes_are_of_all_files_but_the_manifest(tmp_path):
     sha256_of_abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4
     assert hash_files(tmp_path / "out") == {"model.onnx": sha256_of_abc, "sub/part": sha256_of_abc}
     assert folder_bytes(tmp_path / "out") == 3 + 3 + 2
+
+
+def test_a_folder_serves_one_process_at_a_time_and_is_free_once_that_is_killed(tmp_path):
+    folder = tmp_path / "statistics"
+    code = """
+        import sys, time
+        from pathlib import Path
+        from quantkit.artifact import claim
+        print(claim(Path(sys.argv[1])).name, flush=True)
+        time.sleep(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True)]
+    try:
+        assert runs[0].stdout.readline().strip() == "statistics"
+        runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert runs[1].stdout.readline().strip() == f"statistics-{runs[1].pid}"
+        runs[0].kill()
+        runs[0].wait()
+        assert claim(folder) == folder
+        assert claim(folder) == folder, "this process has it"
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()

@@ -19,12 +19,16 @@ from exporting import build_tiny, error
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
-from quantkit.packaging import MANIFEST, RUNNER, pack
+from quantkit.package_kinds import RUNNER, STATIC_RUNNER
+from quantkit.packaging import MANIFEST, pack
 from quantkit.runtime.encoder import encode, open_encoder
+from quantkit.runtime.providers import PROVIDERS, plugin_devices
 
 PROMPTS = ("Once upon a time", "Now is the winter of our discontent made", "O")
 DEMO = Path(__file__).parents[1] / "quantkit" / "assets" / "demo"
 RUNNER_NEEDS = {"onnxruntime", "tokenizers", "numpy"}
+HAS_QNN = bool(plugin_devices(PROVIDERS["qnn"]))
+GRAPH_LENGTH, CACHE_LENGTH = 12, 40
 
 
 def quantkit(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -45,6 +49,34 @@ def artifact(tmp_path_factory):
     folder = tmp_path_factory.mktemp("artifact") / "demo"
     made = quantkit("quantize", "demo", "--no-eval", "-o", str(folder))
     assert made.returncode == 0, made.stderr
+    return folder
+
+
+def tiny_checkpoint(folder: Path, class_name: str, sizes: dict) -> Path:
+    """A random model for the tokenizer of the bundled one."""
+    build_tiny(class_name, {"vocab_size": 4096, **sizes}).save_pretrained(folder)
+    shutil.copyfile(DEMO / "tokenizer.json", folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def npu_artifact(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("npu")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    source = tiny_checkpoint(folder / "model", "GPT2LMHeadModel", sizes)
+    lengths = ("--prompt-length", str(GRAPH_LENGTH), "--cache-length", str(CACHE_LENGTH))
+    options = ("--min-dim", "1", "--target", "npu", *lengths, "--fit", "rtn", "--transform", "none")
+    made = quantkit("quantize", str(source), *options, "--no-eval", "-o", str(folder / "artifact"))
+    assert made.returncode == 0, made.stderr
+    return folder / "artifact"
+
+
+@pytest.fixture(scope="module")
+def npu_package(npu_artifact, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("npu-package") / "packed"
+    made = quantkit("package", str(npu_artifact), "--target", "npu", "-o", str(folder))
+    assert made.returncode == 0, made.stderr
+    assert "onnxruntime-qnn" in made.stdout
     return folder
 
 
@@ -79,9 +111,10 @@ def hash_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_runner_imports_nothing_else():
+@pytest.mark.parametrize("runner", [RUNNER, STATIC_RUNNER], ids=lambda path: path.stem)
+def test_the_runner_imports_nothing_else(runner):
     imported = set()
-    for node in ast.walk(ast.parse(RUNNER.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(runner.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -203,6 +236,126 @@ def test_an_encoder_gives_vectors(tmp_path):
         assert made.absolute < 1e-5 * np.abs(wanted).max()
 
 
+def test_two_graphs_of_fixed_sizes_say_what_quantkit_says(npu_artifact, npu_package):
+    """The second prompt is longer than its graph, and goes on token by token."""
+    prompts = (*PROMPTS, "Now is the winter of our discontent made glorious summer by this sun of York")
+    drawn = ("--max-new-tokens", "9", "--temperature", "0.9", "--seed", "7")
+    lengths = set()
+    for options in (("--max-new-tokens", "9"), drawn):
+        made = continued(npu_package, *prompts, *options)
+        for prompt, document in zip(prompts, made, strict=True):
+            wanted = expected(npu_artifact, prompt, *options)
+            assert (document["tokens"], document["text"]) == (wanted["tokens"], wanted["text"])
+        tokenizer = Tokenizer.from_file(str(npu_package / "tokenizer.json"))
+        lengths |= {len(tokenizer.encode(prompt).ids) for prompt in prompts}
+    assert min(lengths) < GRAPH_LENGTH < max(lengths)
+
+
+def test_what_lies_in_a_package_for_an_npu(npu_package):
+    manifest = json.loads((npu_package / MANIFEST).read_text())
+    assert {path.name for path in npu_package.iterdir()} == {*manifest["files"], MANIFEST}
+    assert {name: hash_of(npu_package / name) for name in manifest["files"]} == manifest["files"]
+    assert {"prompt.onnx", "decode.onnx", "weights.data", "run.py"} <= set(manifest["files"])
+    assert (manifest["kind"], manifest["target"]) == ("decoder", "npu")
+    page = (npu_package / "README.md").read_text()
+    assert "$" not in page
+    for words in (
+        *manifest["files"],
+        "--provider qnn",
+        "Nothing compiled",
+        "decode.onnx, in",
+        "logit_position",
+    ):
+        assert words in page
+    assert run(npu_package, "--check").returncode == 0
+
+
+def test_what_a_package_for_an_npu_refuses(npu_package):
+    made = run(npu_package, "Once", "--max-new-tokens", str(CACHE_LENGTH + 1))
+    assert (made.returncode, len(made.stderr.splitlines())) == (1, 1)
+    assert f"allowed: 1 to {CACHE_LENGTH + 1} together" in made.stderr
+    if not HAS_QNN:
+        made = run(npu_package, "Once", "--provider", "qnn")
+        assert (made.returncode, len(made.stderr.splitlines())) == (1, 1)
+        assert "pip install onnxruntime-qnn" in made.stderr
+
+
+def test_the_target_is_held_to(npu_artifact, artifact, tmp_path):
+    output = ("-o", str(tmp_path / "out"))
+    assert "made for target 'npu'" in refused("package", str(npu_artifact), "--target", "cpu", *output)
+    assert "made for target 'cpu'" in refused("package", str(artifact), "--target", "npu", *output)
+    assert "no target 'tpu'" in refused("package", str(artifact), "--target", "tpu", *output)
+    assert not (tmp_path / "out").exists()
+    pack(artifact, tmp_path / "same", target="cpu-vnni")  # two names of one target
+
+
+def test_a_compiled_form_goes_along_while_it_fits(npu_artifact, tmp_path):
+    folder = shutil.copytree(npu_artifact, tmp_path / "artifact")
+    (folder / "compiled").mkdir()
+    context = folder / "compiled" / "prompt.qnn.onnx"
+    context.write_bytes(b"a vendor's")
+    digest = hashlib.sha256((folder / "prompt.onnx").read_bytes())
+    digest.update(b"weights.data" + hashlib.sha256((folder / "weights.data").read_bytes()).digest())
+    record = {"provider": "qnn", "provider_version": "2.7.0", "onnxruntime": "1.31.1", "device": "an NPU"}
+    record |= {"model_sha256": digest.hexdigest(), "file_sha256": hash_of(context)}
+    context.with_suffix(".json").write_text(json.dumps(record))
+    packed = pack(folder, tmp_path / "packed")
+    both = {"compiled/prompt.qnn.onnx", "compiled/prompt.qnn.json"}
+    assert both < set(packed.files)
+    assert packed.notes == ()
+    assert (packed.path / "compiled" / "prompt.qnn.onnx").read_bytes() == b"a vendor's"
+    assert "for the device `an NPU`" in (packed.path / "README.md").read_text()
+    assert run(packed.path, "--check").returncode == 0
+    with zipfile.ZipFile(pack(folder, tmp_path / "packed.zip").path) as archive:
+        assert {f"packed/{name}" for name in both} < set(archive.namelist())
+    context.write_bytes(b"another")
+    packed = pack(folder, tmp_path / "stale")
+    assert not both & set(packed.files)
+    assert "prompt.qnn.onnx was left out" in packed.notes[0]
+
+
+def test_an_encoder_of_one_length_gives_vectors(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    source = tiny_checkpoint(tmp_path / "bert", "BertModel", {**sizes, "max_position_embeddings": 32})
+    folder = tmp_path / "artifact"
+    options = ("--min-dim", "1", "--target", "npu", "--fit", "rtn", "--no-eval", "-o", str(folder))
+    made = quantkit("quantize", str(source), *options)
+    assert made.returncode == 0, made.stderr
+    packed = pack(folder, tmp_path / "packed", target="npu")
+    assert packed.kind == "encoder"
+    texts = ("Once upon a time", "there was a king of France")
+    ran = run(packed.path, *texts)
+    assert ran.returncode == 0, ran.stderr
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text, line in zip(texts, ran.stdout.splitlines(), strict=True):
+        ids = np.array([tokenizer.encode(text).ids])
+        wanted = encode(open_encoder(folder), ids)["last_hidden_state"][0].mean(axis=0)
+        made = error(np.array(json.loads(line)["vector"], np.float32), wanted)
+        assert made.relative < 1e-5
+        assert made.absolute < 1e-5 * np.abs(wanted).max()
+    too_long = run(packed.path, "king " * 100)
+    assert (too_long.returncode, len(too_long.stderr.splitlines())) == (1, 1)
+    assert "allowed: 1 to 32" in too_long.stderr
+
+
+@pytest.mark.qnn
+@pytest.mark.skipif(not HAS_QNN, reason=f"no QNN plugin: {PROVIDERS['qnn'].install}")
+def test_on_the_npu_and_from_what_was_compiled_for_it(npu_artifact, tmp_path):
+    folder = shutil.copytree(npu_artifact, tmp_path / "artifact")
+    options = ("--max-new-tokens", "9", "--provider", "qnn")
+    wanted = expected(folder, PROMPTS[0], *options)["tokens"]  # which compiles, and keeps what comes of it
+    packed = pack(folder, tmp_path / "packed")
+    assert "compiled/decode.qnn.onnx" in packed.files
+    # Where the graphs themselves are gone, only their compiled forms can have answered.
+    (packed.path / "weights.data").unlink()
+    made = subprocess.run(
+        [sys.executable, str(packed.path / "run.py"), PROMPTS[0], *options, "--json"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout.splitlines()[0])["tokens"] == wanted
+
+
 def test_damage_is_named_and_nothing_is_written(artifact, tmp_path):
     folder = shutil.copytree(artifact, tmp_path / "damaged")
     data = bytearray((folder / "model.onnx").read_bytes())
@@ -302,7 +455,7 @@ def test_a_license_goes_along(artifact, tmp_path):
 
 
 @pytest.mark.slow
-def test_in_a_bare_environment(artifact, package, tmp_path):
+def test_in_a_bare_environment(artifact, package, npu_artifact, npu_package, tmp_path):
     """Neither torch nor transformers is there; pip needs a package index."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
     python = str(tmp_path / "bare" / "bin" / "python")
@@ -316,3 +469,5 @@ def test_in_a_bare_environment(artifact, package, tmp_path):
         assert tried.returncode == 1
     (document,) = continued(package, PROMPTS[0], "--max-new-tokens", "64", python=python)
     assert document["tokens"] == expected(artifact, PROMPTS[0], "--max-new-tokens", "64")["tokens"]
+    (document,) = continued(npu_package, PROMPTS[0], "--max-new-tokens", "20", python=python)
+    assert document["tokens"] == expected(npu_artifact, PROMPTS[0], "--max-new-tokens", "20")["tokens"]

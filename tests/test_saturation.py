@@ -84,7 +84,7 @@ def test_whatever_the_order_of_pairs(x_TI, codes_IO, order):
     assert np.array_equal(multiply_add(x_TI[:, order], codes_IO[order]), exact(x_TI, codes_IO))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [name for name, row in TARGETS.items() if not row.is_static])
 def test_only_a_scale_a_row_is_made_coarser(target):
     for scheme in SCHEMES.values():
         for wanted in (scheme.body, scheme.head):

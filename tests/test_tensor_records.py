@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-import transformers
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
+from quantkit.model.load import model_class
 from quantkit.plan import choose
 from quantkit.records import Role
 from quantkit.schemes import SCHEMES, Format, Grid, in_blocks
@@ -33,9 +33,9 @@ SIZES = {
 
 def map_of(family, **changes):
     row = FAMILIES[family]
-    model_class = getattr(transformers, row.tiny_class)
+    made_from = model_class(row.tiny_class)
     sizes = {**SIZES.get(family, row.tiny), **changes}
-    return map_module(model_class(model_class.config_class(**sizes)), name=family)
+    return map_module(made_from(made_from.config_class(**sizes)), name=family)
 
 
 def contents(model_map, *, min_dim=1, formats=FORMAT, exclude=()):
@@ -160,7 +160,7 @@ def test_everything_of_every_family_is_stored_once(family, min_dim):
     for entry in made.tables:
         if entry.grid and not entry.shares:
             padding += entry.table.num_rows * (-entry.table.num_columns % 32)
-    assert stored - padding - zero_biases == model_map.num_parameters
+    assert stored - padding - zero_biases == model_map.at_inference.num_parameters
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -13,10 +13,11 @@ import inspect
 from dataclasses import dataclass, field
 
 import torch
-import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
+
+from quantkit.model.load import model_class
 
 MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
 BATCH_ADDS = {torch.baddbmm, torch.Tensor.baddbmm}
@@ -77,10 +78,10 @@ class Watch(TorchFunctionMode):
 def build_tiny(architecture: str, tiny: dict) -> nn.Module:
     """The real class with random float64 weights, so that no two tensors are equal by accident."""
     torch.manual_seed(0)
-    model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**tiny)
+    made_from = model_class(architecture)
+    config = made_from.config_class(**tiny)
     config._attn_implementation = "eager"
-    model = model_class._from_config(config, attn_implementation="eager").double().eval()
+    model = made_from._from_config(config, attn_implementation="eager").double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if parameter.dim() == 1 else 0.0))

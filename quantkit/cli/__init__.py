@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 
 # In the order in which --help lists the verbs.
-from quantkit.cli import inspecting, quantizing, running, judging, shipping  # isort: skip
+from quantkit.cli import inspecting, quantizing, running, judging, shipping, protecting  # isort: skip
 from quantkit.cli.app import app
 from quantkit.errors import InputError
 
-__all__ = ["app", "inspecting", "judging", "main", "quantizing", "running", "shipping"]
+__all__ = ["app", "inspecting", "judging", "main", "protecting", "quantizing", "running", "shipping"]
 WRONG_INPUT = 2
 
 

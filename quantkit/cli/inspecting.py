@@ -30,12 +30,30 @@ def inspect(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="what each product loses alone; this one reads weights")
     ] = False,
+    ffn: Annotated[
+        bool, typer.Option("--ffn", help="hidden units that are dead, alike or outliers; reads weights")
+    ] = False,
+    text: Annotated[
+        str | None, typer.Option(help="a text file, or ids in .npy, for --ffn  [default: bundled text]")
+    ] = None,
+    max_tokens: Annotated[str | None, typer.Option(help="tokens of it for --ffn  [default: 4096]")] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Walk a model: roles, FFN kinds, norms, ties, what the rule picks and why; no weights are read."""
     from quantkit import requests  # noqa: PLC0415
 
+    if ffn or text is not None or max_tokens is not None:
+        units = requests.hidden_units(
+            model=model,
+            is_asked=ffn,
+            text=text,
+            max_tokens=max_tokens,
+            trust_remote_code=trust_remote_code,
+            output_format="json" if as_json else output_format,
+        )
+        finish(units)
+        return
     if sensitivity:
         chosen = {"select.min_dim": min_dim, "select.include": include, "select.exclude": exclude}
         table = requests.sensitivity(

@@ -53,13 +53,24 @@ def quantize(
     cache: Annotated[
         str | None, typer.Option(help="float32, or int8: keys and values in a quarter of the memory")
     ] = None,
+    keep_latent: Annotated[
+        bool, typer.Option("--keep-latent", help="give the latents of a wsFFN as outputs too")
+    ] = False,
     statistics: Annotated[
         Path | None, typer.Option(help="keep calibration statistics in this folder, and use them again")
     ] = None,
     resumes: Annotated[
         bool, typer.Option("--resume/--no-resume", help="go on with what an interrupted run has left")
     ] = True,
-    target: Annotated[str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu  [default: cpu]")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu, npu  [default: cpu]")
+    ] = None,
+    prompt_length: Annotated[
+        int | None, typer.Option(help="npu: tokens that are read at once  [default: 128]")
+    ] = None,
+    cache_length: Annotated[
+        int | None, typer.Option(help="npu: tokens whose keys and values are kept  [default: 512]")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="the folder to write  [default: MODEL-SCHEME]")
     ] = None,
@@ -101,9 +112,12 @@ def quantize(
             "calibration.windows": calibration_windows,
             "calibration.length": calibration_length,
             "cache": cache,
+            "keep_latent": keep_latent or None,
             "budget.max_kl": max_kl,
             "budget.prefer": prefer,
             "target": target,
+            "static.prompt": prompt_length,
+            "static.cache": cache_length,
             "random_weights": random_weights or None,
             "measure.text": str(text) if text else None,
             "measure.max_tokens": max_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,9 +22,20 @@ def generate(
     top_p: Annotated[float, typer.Option(help="draw from the most likely that reach p together")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="of the draws")] = None,
     threads: Annotated[int | None, typer.Option(help="threads  [default: all cores]")] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="cpu, qnn, ...: who runs graphs of fixed shapes  [default: cpu]")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="http://MACHINE:PORT of a protected model's host; MODEL is its client")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="the host's token  [default: host.token beside MODEL]")
+    ] = None,
+    features: Annotated[str, typer.Option(help="float32, or float16: half the bytes to a host")] = "float32",
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with a quantized model; tokens appear as they are made."""
+    from quantkit.requests_host import Remote  # noqa: PLC0415
     from quantkit.requests_text import continue_texts  # noqa: PLC0415
 
     for piece in continue_texts(
@@ -32,7 +44,9 @@ def generate(
         max_new_tokens=max_new_tokens,
         sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
         threads=threads,
+        provider=provider,
         as_json=as_json,
+        remote=Remote(url=host, token_file=token_file, features=features) if host else None,
     ):
         typer.echo(piece, nl=False)
 

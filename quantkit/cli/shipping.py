@@ -14,13 +14,18 @@ from quantkit.cli.app import Artifact, AsJson, app, finish
 def package(
     folder: Artifact,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="a folder, or FILE.zip")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="what the artifact must have been made for  [default: any]")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an older package")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Pack an artifact for a device that has onnxruntime and tokenizers alone, with a runner."""
     from quantkit import requests_package  # noqa: PLC0415
 
-    typer.echo(requests_package.package(folder=folder, output=output, force=force, as_json=as_json))
+    typer.echo(
+        requests_package.package(folder=folder, output=output, target=target, force=force, as_json=as_json)
+    )
 
 
 @app.command()

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.measurements import Similarity
 
-Outputs = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # token ids [B, S] -> values [B, S, D]
+# Token ids [B, S] -> values [B, S, D]; or [B, D] where there is one answer a text, as from a classifier.
+Outputs = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
 
 def measure_similarity(
@@ -42,7 +43,7 @@ def measure_similarity(
         ids = token_ids[None, number * window : (number + 1) * window]
         wanted, made = (each(ids)[0].astype(np.float64) for each in (reference, quantized))
         assert wanted.shape == made.shape, (wanted.shape, made.shape)
-        pooled, pooled_made = wanted.mean(axis=0), made.mean(axis=0)
+        pooled, pooled_made = (each.mean(axis=0) if each.ndim > 1 else each for each in (wanted, made))
         norms = np.linalg.norm(pooled) * np.linalg.norm(pooled_made)
         cosines[number] = pooled @ pooled_made / norms if norms else 1.0
         error = made - wanted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,15 @@ class Placement:
     ir_version: int
 
 
-def check_models(paths: Sequence[Path], plan: Plan, target: Target | None = None) -> Placement:
+def check_models(
+    paths: Sequence[Path], plan: Plan, target: Target | None = None, *, in_each: bool = False
+) -> Placement:
     """Read the files back, without external weights: a planned projection in none of them is an error.
 
-    So is whatever the target does not promise.
+    So is whatever the target does not promise. With `in_each` every file must compute all of the plan.
     """
     sizes = {layer.name: layer.in_features * layer.out_features for layer in plan.layers}
-    done: set[str] = set()
+    done_by: list[set[str]] = []
     operators: dict[str, int] = {}
     num_nodes = 0
     opset = ir_version = 0
@@ -54,9 +57,12 @@ def check_models(paths: Sequence[Path], plan: Plan, target: Target | None = None
         num_nodes += len(model.graph.node)
         opset = max(opset, *(entry.version for entry in model.opset_import if not entry.domain))
         ir_version = max(ir_version, model.ir_version)
-        for node, names in _integer_nodes(model, sizes):
-            done.update(names)
+        done_by.append(set())
+        rounds_values = target is None or target.rounds_values
+        for node, names in _integer_nodes(model, sizes, rounds_values=rounds_values):
+            done_by[-1].update(names)
             operators[node.op_type] = operators.get(node.op_type, 0) + 1
+    done = set.intersection(*done_by) if in_each else set[str]().union(*done_by)
     missing = [layer.name for layer in plan.layers if layer.quantized and layer.name not in done]
     if missing:
         raise InputError(
@@ -75,12 +81,16 @@ def check_models(paths: Sequence[Path], plan: Plan, target: Target | None = None
 
 
 def _integer_nodes(
-    model: onnx.ModelProto, sizes: Mapping[str, int]
+    model: onnx.ModelProto, sizes: Mapping[str, int], *, rounds_values: bool = True
 ) -> Iterator[tuple[onnx.NodeProto, Sequence[str]]]:
     """Nodes with integer weights of the right size, and the projections that each computes."""
     shapes = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in model.graph.initializer}
     properties = {entry.key: entry.value for entry in model.metadata_props}
-    owners: dict[str, list[str]] = json.loads(properties[METADATA_KEY])["integer_nodes"]
+    described = json.loads(properties[METADATA_KEY])
+    owners: dict[str, list[str]] = described["integer_nodes"]
+    # A block-diagonal weight is computed by a node for each of its square blocks, and only done by all.
+    num_blocks: dict[str, int] = described.get("num_blocks", {})
+    num_found: Counter[str] = Counter()
     bits = {node.name: _bits(node) for node in model.graph.node}
     # A product between two DequantizeLinear is how standard operators spell an integer one.
     given = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
@@ -90,12 +100,16 @@ def _integer_nodes(
         weight = ""
         if node.op_type in INTEGER_OPERATORS:
             weight = node.input[INTEGER_OPERATORS[node.op_type]]
-        elif node.op_type == "MatMul" and set(node.input) <= set(given):
-            weight = given[node.input[1]]
+        elif node.op_type in ("MatMul", "Gemm"):
+            read = node.input if rounds_values else node.input[1:2]
+            weight = given[node.input[1]] if set(read) <= set(given) else ""
         element_type, shape = shapes.get(weight, (0, ()))
-        expected = sum(sizes[name] for name in owners[node.name]) * bits[node.name] // 8
+        whole = node.name.split("#")[0]
+        parts = num_blocks.get(whole, 1)
+        expected = sum(sizes[name] for name in owners[node.name]) * bits[node.name] // 8 // parts**2
         if element_type in INTEGER_TYPES and math.prod(shape) >= expected:
-            yield node, owners[node.name]
+            num_found[whole] += 1
+            yield node, owners[node.name] if num_found[whole] >= parts else []
 
 
 def _bits(node: onnx.NodeProto) -> int:

@@ -19,6 +19,7 @@ from onnx import TensorProto
 from quantkit.errors import InputError
 from quantkit.export import operators
 from quantkit.export.graph import CONTRIB, Graph
+from quantkit.export.latent import add_latents, keeps_latents
 from quantkit.export.rotary import rotation_of
 from quantkit.export.targets import Target
 from quantkit.records import (
@@ -59,7 +60,7 @@ def why_not(model_map: ModelMap) -> str | None:
     """Why this model cannot be emitted directly, or None when it can."""
     attentions = [attention for block in model_map.blocks for attention in block.attentions]
     positions = {attention.position for attention in attentions} - {PositionKind.LEARNED, PositionKind.ROPE}
-    curves = {block.ffn.activation if block.ffn else None for block in model_map.blocks}
+    curves = {block.ffn.activation for block in model_map.blocks if block.ffn}
     strays = [
         layer.name
         for layer in model_map.layers
@@ -94,7 +95,7 @@ def emit_decoder(
     if reason:
         raise InputError(f"no fused graph for it: {reason}", where=model_map.name)
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
-    emitter = _Decoder(
+    emitter = Decoder(
         graph=graph,
         model_map=model_map,
         contents=contents,
@@ -105,7 +106,9 @@ def emit_decoder(
 
 
 @dataclass(kw_only=True, slots=True)
-class _Decoder:
+class Decoder:
+    """The parts of a decoder, each added to the graph when it is called."""
+
     graph: Graph
     model_map: ModelMap
     contents: Contents
@@ -113,6 +116,7 @@ class _Decoder:
     rotations: dict[Any, int] = field(default_factory=dict)
 
     def build(self) -> None:
+        """The whole decoder."""
         graph = self.graph
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
@@ -121,9 +125,15 @@ class _Decoder:
         residual, pending = self.embed(ids, shared), ""
         places = self.wanted_places(graph.constant("num_logits", np.array([1], np.int64)), shared)
         for index, block in enumerate(self.model_map.blocks):
-            # Behind the last block's attention no token reads another: there the unwanted ones end.
-            wanted = places if block is self.model_map.blocks[-1] else ""
+            # Behind the last block's attention no token reads another: there the unwanted ones end, unless
+            # their latents are an output of their own.
+            is_last, keeps = block is self.model_map.blocks[-1], keeps_latents(self.contents, block)
+            wanted = places if is_last and not keeps else ""
             residual, pending = self.block(index, block, residual, pending, shared, wanted)
+            if is_last and keeps:
+                residual, pending = (
+                    self.narrow(each, places) if each else "" for each in (residual, pending)
+                )
         self.head(residual, pending)
 
     def shared(self, ids: str, mask: str, positions: str) -> Shared:
@@ -150,6 +160,7 @@ class _Decoder:
         )
 
     def embed(self, ids: str, shared: Shared) -> str:
+        """What the first block reads: tokens, scaled, and learned positions."""
         graph, model_map = self.graph, self.model_map
         tables = {entry.table.kind: entry for entry in self.contents.tables}
         x = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids)
@@ -167,6 +178,7 @@ class _Decoder:
         return x
 
     def optional_projection(self, name: str, x: str) -> str:
+        """A projection outside of blocks, where the family has one."""
         found = next((pack for pack in self.contents.packs if pack.name.endswith(name)), None)
         return operators.matmul(self.graph, found, x) if found else x
 
@@ -178,6 +190,8 @@ class _Decoder:
             attended = self.attention(index, block, residual, shared, wanted)
             residual = self.narrow(residual, wanted)
             residual, _ = self.add_and_norm(block, NormPlace.AFTER_ATTENTION, residual, attended, keeps=False)
+            if block.ffn is None:
+                return residual, ""
             fed = self.ffn(block, residual)
             return self.add_and_norm(block, NormPlace.AFTER_FFN, residual, fed, keeps=False)[0], ""
         normed, residual = self.add_and_norm(block, NormPlace.BEFORE_ATTENTION, residual, pending)
@@ -189,6 +203,8 @@ class _Decoder:
             )
             return residual, self.graph.op("Add", attended, self.ffn(block, second))
         attended = self.after(block, NormPlace.AFTER_ATTENTION, attended)
+        if block.ffn is None:
+            return residual, attended
         normed, residual = self.add_and_norm(block, NormPlace.BEFORE_FFN, residual, attended)
         return residual, self.after(block, NormPlace.AFTER_FFN, self.ffn(block, normed))
 
@@ -197,6 +213,7 @@ class _Decoder:
         return self.graph.op("GatherND", x, wanted, batch_dims=1) if wanted else x
 
     def norm(self, block: Block | None, place: NormPlace) -> Norm:
+        """The norm that stands there."""
         return self.norms[(block.name if block else None, place)]
 
     def after(self, block: Block, place: NormPlace, x: str) -> str:
@@ -207,17 +224,20 @@ class _Decoder:
     def add_and_norm(
         self, block: Block | None, place: NormPlace, residual: str, pending: str, *, keeps: bool = True
     ) -> tuple[str, str]:
+        """(norm of the sum, the sum where it is kept) at this place."""
         entry = self.norm(block, place)
         if not pending:
             return operators.norm(self.graph, entry, self.contents, residual), residual
         return operators.add_and_norm(self.graph, entry, self.contents, residual, pending, keeps_sum=keeps)
 
     def project(self, block: Block, role: Role, x: str) -> str:
+        """One product of a block."""
         pack = self.contents.pack_of(role, block.name)
         assert pack is not None, (block.name, role)
         return operators.matmul(self.graph, pack, x)
 
     def attention(self, index: int, block: Block, x: str, shared: Shared, wanted: str) -> str:
+        """The attention of a block with its cache, up to its last projection."""
         graph, facts = self.graph, block.attentions[0]
         query, key, value = self.query_key_value(block, x, shared)
         cache: list[int | str] = ["batch", facts.num_kv_heads, "past", facts.head_dim]
@@ -304,8 +324,10 @@ class _Decoder:
         return f"{label}/cos", f"{label}/sin"
 
     def ffn(self, block: Block, x: str) -> str:
+        """The FFN of a block."""
         assert block.ffn is not None
         up = self.project(block, Role.FFN_UP, x)
+        add_latents(self.graph, self.contents, block, up)
         if self.contents.pack_of(Role.FFN_GATE, block.name):
             gate = self.project(block, Role.FFN_GATE, x)
             gate = operators.activation(self.graph, block.ffn.activation, gate, name=block.name)
@@ -316,6 +338,14 @@ class _Decoder:
 
     def head(self, residual: str, pending: str) -> None:
         """Logits of each row's last token; of `num_logits` tokens up to it, where a caller sets that."""
+        graph = self.graph
+        logits, num_rows = self.logits(residual, pending)
+        # Declared as one position, by which onnxruntime-genai knows that a prompt yields no more.
+        graph.output(logits, "logits", TensorProto.FLOAT, ["batch", 1, num_rows])
+        graph.inputs.append(onnx.helper.make_tensor_value_info("num_logits", TensorProto.INT64, [1]))
+
+    def logits(self, residual: str, pending: str) -> tuple[str, int]:
+        """(logits, how many a token has) by the last norm and the head."""
         graph = self.graph
         if (None, NormPlace.FINAL) in self.norms:
             residual, _ = self.add_and_norm(None, NormPlace.FINAL, residual, pending, keeps=False)
@@ -328,9 +358,7 @@ class _Decoder:
         if self.model_map.final_softcap:
             cap = graph.constant("softcap", np.array(self.model_map.final_softcap, np.float32))
             logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)
-        # Declared as one position, by which onnxruntime-genai knows that a prompt yields no more.
-        graph.output(logits, "logits", TensorProto.FLOAT, ["batch", 1, pack.out_features])
-        graph.inputs.append(onnx.helper.make_tensor_value_info("num_logits", TensorProto.INT64, [1]))
+        return logits, pack.out_features
 
     def wanted_places(self, wanted: str, shared: Shared) -> str:
         """Which new tokens have logits, [batch, wanted, 1]: those up to each row's last that is not padding.

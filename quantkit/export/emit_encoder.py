@@ -94,7 +94,7 @@ def why_not_encoder(model_map: ModelMap) -> str | None:
         return "its family has no row in the table"
     if model_map.family not in HEADS:
         return f"the family {model_map.family} is no plain encoder"
-    task = _task_of(model_map)
+    task = task_of(model_map)
     if task is None:
         return f"{model_map.architecture} is a task without a fused head"
     # Under transformers 5 an untied head keeps a second bias beside it, which no forward pass reads.
@@ -110,7 +110,7 @@ def why_not_encoder(model_map: ModelMap) -> str | None:
             return reason
     known = _head_projections(HEADS[model_map.family], task)
     others = [layer for layer in model_map.layers if layer.role is Role.OTHER]
-    strays = [layer.name for layer in others if not any(_is_called(layer, name) for name in known)]
+    strays = [layer.name for layer in others if not any(is_called(layer, name) for name in known)]
     return f"'{strays[0]}' has no place in a fused graph" if strays else None
 
 
@@ -127,7 +127,8 @@ def _why_not_block(block: Block) -> str | None:
     return None
 
 
-def _task_of(model_map: ModelMap) -> str | None:
+def task_of(model_map: ModelMap) -> str | None:
+    """The row of `TASKS` that the architecture's name ends with."""
     classes = HEADS[model_map.family].classes if model_map.family in HEADS else ()
     return next((task for task in TASKS for name in classes if model_map.architecture == name + task), None)
 
@@ -144,7 +145,8 @@ def _head_projections(heads: Heads, task: str) -> set[str]:
     return {name for name in (*names[task], heads.widening) if name}
 
 
-def _is_called(layer: Layer, name: str) -> bool:
+def is_called(layer: Layer, name: str) -> bool:
+    """Whether this is the projection of that name, whatever module it lies in."""
     return layer.name == name or layer.name.endswith(f".{name}")
 
 
@@ -229,7 +231,7 @@ class _Encoder:
         return graph.op("Unsqueeze", graph.op("Range", zero, length, one), graph.integers(0))
 
     def named(self, name: str | None) -> Pack:
-        return next(pack for pack in self.contents.packs if name and _is_called(pack.layers[0], name))
+        return next(pack for pack in self.contents.packs if name and is_called(pack.layers[0], name))
 
     def of_role(self, role: Role, block: Block | None = None) -> Pack:
         pack = self.contents.pack_of(role, block.name if block else None)
@@ -270,12 +272,12 @@ class _Encoder:
 
     def finish(self, x: str) -> None:
         """What the task makes of the last block's output."""
-        graph, heads, task = self.graph, self.heads, _task_of(self.model_map)
+        graph, heads, task = self.graph, self.heads, task_of(self.model_map)
         width = self.model_map.hidden_size or "hidden"
         rows: list[int | str] = ["batch", "sequence"]
         if task == "Model":
             graph.output(x, "last_hidden_state", TensorProto.FLOAT, [*rows, width])
-            if heads.pooler and any(_is_called(layer, heads.pooler) for layer in self.model_map.layers):
+            if heads.pooler and any(is_called(layer, heads.pooler) for layer in self.model_map.layers):
                 pooled = self.first("last_hidden_state", ((heads.pooler, "Tanh"),))
                 graph.output(pooled, "pooler_output", TensorProto.FLOAT, ["batch", width])
         elif task == "ForQuestionAnswering":

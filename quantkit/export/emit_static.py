@@ -20,10 +20,12 @@ import onnx
 from onnx import TensorProto
 
 from quantkit.errors import InputError
+from quantkit.export import static_operators
 from quantkit.export.emit import OPT_PROJECTIONS, why_not
 from quantkit.export.graph import Graph
 from quantkit.export.rotary import rotation_of
-from quantkit.export.static_weights import Floats, table_values, weight_IO
+from quantkit.export.static_operators import HIDDEN
+from quantkit.export.static_weights import Floats, table_values
 from quantkit.export.targets import Target
 from quantkit.records import (
     Activation,
@@ -41,12 +43,6 @@ from quantkit.records import (
 )
 from quantkit.tensor_records import Checkpoint, Contents, Pack
 
-HIDDEN = -50.0  # added to a hidden score: e^-50 is nothing beside any score that is seen
-ACTIVATIONS: dict[Activation, tuple[str, dict[str, Any]]] = {
-    Activation.RELU: ("Relu", {}),
-    Activation.GELU: ("Gelu", {}),
-    Activation.GELU_TANH: ("Gelu", {"approximate": "tanh"}),
-}
 OPSETS = {NormKind.LAYER_NORM: (21, 10), NormKind.RMS_NORM: (23, 11)}  # the first with all operators; its IR
 
 
@@ -103,10 +99,20 @@ def emit_static(
         raise InputError(f"no static graph for it: {reason}", where=model_map.name)
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=False)
     norms = {(norm.block, norm.place): norm for norm in model_map.norms}
-    _Static(graph=graph, model_map=model_map, contents=contents, norms=norms, shape=shape).build()
+    spells_norms = "RMSNormalization" not in (target.standard_operators or ("RMSNormalization",))
+    _Static(
+        graph=graph,
+        model_map=model_map,
+        contents=contents,
+        norms=norms,
+        shape=shape,
+        spells_norms=spells_norms,
+    ).build()
     described = {**metadata, "tokens": shape.tokens, "past": shape.past}
-    opset, ir_version = opset_of(model_map)
-    target = replace(target, opset=max(target.opset, opset), ir_version=max(target.ir_version, ir_version))
+    opset, ir_version = (
+        min(OPSETS.values()) if spells_norms else opset_of(model_map)
+    )  # no newer than it must be
+    target = replace(target, opset=opset, ir_version=ir_version, domains=())
     return graph.finish(name=model_map.name, target=target, metadata=described)
 
 
@@ -117,6 +123,7 @@ class _Static:
     contents: Contents
     norms: Mapping[tuple[str | None, NormPlace], Norm]
     shape: StaticShape
+    spells_norms: bool = False  # RMS norms in operators that were there before theirs
     positions: str = ""  # empty where they are 0, 1, 2, ...
     rotations: dict[Any, list[str]] = field(default_factory=dict)  # cosines and signed sines
 
@@ -135,13 +142,13 @@ class _Static:
         self.head(x)
 
     def reshape(self, name: str, x: str, *sizes: int) -> str:
-        return self.graph.op("Reshape", x, self.graph.integers(*sizes), name=name)
+        return static_operators.reshape(self.graph, name, x, *sizes)
 
     def add(self, name: str, left: str, right: str) -> str:
         return self.graph.op("Add", left, right, name=name)
 
     def constant(self, name: str, values: Any) -> str:  # noqa: ANN401 - whatever numpy takes
-        return self.graph.constant(name, np.asarray(values, np.float32))
+        return static_operators.floats(self.graph, name, values)
 
     def embed(self, ids: str) -> str:
         model_map, shape = self.model_map, self.shape
@@ -158,8 +165,7 @@ class _Static:
         return x
 
     def rows(self, name: str, table: Floats, ids: str, *sizes: int) -> str:
-        found = self.graph.op("Gather", self.constant(f"{name}/table", table), ids, name=name, axis=0)
-        return self.reshape(f"{name}/rows", found, *sizes)
+        return static_operators.rows(self.graph, name, table, ids, *sizes)
 
     def at_positions(self, name: str, table: Floats, *sizes: int) -> str:
         """The rows of a table that belong to the tokens' positions: constant where positions are."""
@@ -172,12 +178,7 @@ class _Static:
         return self.product(found, x) if found else x
 
     def product(self, pack: Pack, x: str) -> str:
-        graph, name = self.graph, pack.name
-        graph.integer_nodes[name] = [layer.name for layer in pack.layers]  # once it is quantized
-        weight = weight_IO(graph, pack, self.contents)
-        if pack.has_bias:
-            return graph.op("Gemm", x, weight, graph.weight(f"{pack.name}.bias"), name=name)
-        return graph.op("MatMul", x, weight, name=name)
+        return static_operators.product(self.graph, self.contents, pack, x)
 
     def project(self, block: Block, role: Role, x: str) -> str:
         pack = self.contents.pack_of(role, block.name)
@@ -192,20 +193,35 @@ class _Static:
         inputs = [x, self.graph.weight(f"{entry.name}.weight")]
         if entry.name in self.contents.norm_biases:
             inputs.append(self.graph.weight(f"{entry.name}.bias"))
+        if entry.kind is NormKind.RMS_NORM and self.spells_norms:
+            return self.spelled_norm(entry, *inputs)
         kind = "LayerNormalization" if entry.kind is NormKind.LAYER_NORM else "RMSNormalization"
         return self.graph.op(kind, *inputs, name=entry.name, axis=-1, epsilon=entry.epsilon)
+
+    def spelled_norm(self, entry: Norm, x: str, gain: str) -> str:
+        graph, name = self.graph, entry.name
+        squares = graph.op("Mul", x, x, name=f"{name}/squares")
+        mean = graph.op("ReduceMean", squares, graph.integers(-1), name=f"{name}/mean", keepdims=1)
+        root = graph.op(
+            "Sqrt", self.add(f"{name}/safe", mean, self.constant(f"{name}/epsilon", entry.epsilon))
+        )
+        return graph.op("Mul", graph.op("Div", x, root, name=f"{name}/unit"), gain, name=name)
 
     def block(self, index: int, block: Block, x: str, shown: str) -> str:
         middle, end = f"{block.name}/attended", f"{block.name}/fed"
         if block.norm_placement is NormPlacement.POST:
             attended = self.attention(index, block, x, shown)
             x = self.norm(block, NormPlace.AFTER_ATTENTION, self.add(middle, x, attended))
+            if block.ffn is None:
+                return x
             return self.norm(block, NormPlace.AFTER_FFN, self.add(end, x, self.ffn(block, x)))
         attended = self.attention(index, block, self.norm(block, NormPlace.BEFORE_ATTENTION, x), shown)
         if block.residual is Residual.PARALLEL:
             fed = self.ffn(block, self.norm(block, NormPlace.BEFORE_FFN, x))
             return self.add(end, self.add(middle, x, attended), fed)
         x = self.add(middle, x, self.norm(block, NormPlace.AFTER_ATTENTION, attended))
+        if block.ffn is None:
+            return x
         fed = self.ffn(block, self.norm(block, NormPlace.BEFORE_FFN, x))
         return self.add(end, x, self.norm(block, NormPlace.AFTER_FFN, fed))
 
@@ -256,8 +272,7 @@ class _Static:
         return self.graph.ops("Split", packed, widths, name=f"{pack.name}/parts", wanted=(True,) * 3, axis=-1)
 
     def heads(self, name: str, x: str, count: int, size: int) -> str:
-        apart = self.reshape(f"{name}/apart", x, 1, self.shape.tokens, count, size)
-        return self.graph.op("Transpose", apart, name=f"{name}/heads", perm=[0, 2, 1, 3])
+        return static_operators.heads(self.graph, name, x, count, size, self.shape.tokens)
 
     def rotate(self, name: str, facts: Attention, x: str) -> str:
         """x cos + (x with its halves swapped) sin, the sign of the swap being in the table of sines."""
@@ -327,11 +342,7 @@ class _Static:
         return self.project(block, Role.FFN_DOWN, hidden)
 
     def bend(self, name: str, kind: Activation, x: str) -> str:
-        if kind is Activation.SILU:
-            open_part = self.graph.op("Sigmoid", x, name=f"{name}/sigmoid")
-            return self.graph.op("Mul", x, open_part, name=f"{name}/silu")
-        op_type, attributes = ACTIVATIONS[kind]
-        return self.graph.op(op_type, x, name=f"{name}/activation", **attributes)
+        return static_operators.bend(self.graph, name, kind, x)
 
     def head(self, x: str) -> str:
         graph, shape = self.graph, self.shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.export.targets import Target
-from quantkit.tensor_records import Checkpoint
+from quantkit.tensor_records import Checkpoint, Slot
 
 CONTRIB = "com.microsoft"
 ELEMENT_TYPES = {
@@ -43,6 +43,7 @@ class Graph:
     inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     integer_nodes: dict[str, list[str]] = field(default_factory=dict)  # node -> projections it computes
+    num_blocks: dict[str, int] = field(default_factory=dict)  # nodes that share a block-diagonal weight
     counter: int = 0
     labels: Counter[str] = field(default_factory=Counter)
 
@@ -86,11 +87,13 @@ class Graph:
         """A 1-D int64 constant."""
         return self.constant("i64_" + "_".join(str(v) for v in values), np.array(values, np.int64))
 
-    def weight(self, name: str) -> str:
-        """A tensor of the checkpoint."""
+    def weight(self, name: str, rows: tuple[int, int] | None = None) -> str:
+        """A tensor of the checkpoint, or of `rows` (first, number) those alone."""
+        slot, stored = self.checkpoint.slots[name], name
+        if rows is not None:
+            slot, name = _row_slot(slot, *rows), f"{name}[{rows[0]}:{sum(rows)}]"
         if name in self.initializers:
             return name
-        slot = self.checkpoint.slots[name]
         tensor = onnx.TensorProto(
             name=name, data_type=ELEMENT_TYPES[slot.spec.dtype], dims=list(slot.spec.shape)
         )
@@ -105,7 +108,8 @@ class Graph:
             for key, value in place.items():
                 tensor.external_data.add(key=key, value=value)
         else:
-            tensor.raw_data = self.checkpoint.read(name).tobytes()
+            values = self.checkpoint.read(stored)
+            tensor.raw_data = (values if rows is None else values[rows[0] : sum(rows)]).tobytes()
         self.initializers[name] = tensor
         return name
 
@@ -149,8 +153,17 @@ class Graph:
             ],
         )
         described = {**metadata, "integer_nodes": self.projections()}
+        if self.num_blocks:
+            described["num_blocks"] = self.num_blocks
         helper.set_model_props(model, {METADATA_KEY: json.dumps(described, sort_keys=True)})
         return model
+
+
+def _row_slot(slot: Slot, first: int, number: int) -> Slot:
+    """Where some rows of a tensor lie."""
+    row = slot.length // slot.spec.shape[0]
+    spec = replace(slot.spec, shape=(number, *slot.spec.shape[1:]))
+    return Slot(spec=spec, offset=slot.offset + first * row, length=number * row)
 
 
 def save(model: onnx.ModelProto, path: Path) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,15 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from quantkit.errors import InputError
+
 MOVES = ("Reshape", "Transpose", "Split", "Concat", "Gather")
 PRODUCTS = ("Gemm", "MatMul")
 NORMS = ("LayerNormalization", "RMSNormalization")
 TYPES = {8: TensorProto.UINT8, 16: TensorProto.UINT16}
 SOFTMAX_REACH = 16.0  # e^-16 beside a peak is less than a step of 16 bits
 LARGEST_BIAS = float(1 << 30)
+LARGEST_CODE = (1 << 31) - 1
 SMALLEST_STEP = 1e-9  # of a value that is zero throughout
 Ranges = Mapping[str, tuple[float, float, float]]  # lowest, highest, least peak of a row
 
@@ -71,6 +75,12 @@ class ValueGrid:
 
 
 def with_all_values(model: onnx.ModelProto) -> tuple[bytes, tuple[str, ...]]:
+    """The same as `showing_values`, for a graph with all of its weights inside."""
+    opened, names = showing_values(model)
+    return opened.SerializeToString(), names
+
+
+def showing_values(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """(the graph with every computed value as an output, their names): what calibration runs."""
     opened = onnx.ModelProto()
     opened.CopyFrom(model)
@@ -81,12 +91,17 @@ def with_all_values(model: onnx.ModelProto) -> tuple[bytes, tuple[str, ...]]:
     )  # fmt: skip
     del opened.graph.output[:]
     opened.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-    return opened.SerializeToString(), names
+    return opened, names
 
 
-def quantize_static(model: onnx.ModelProto, ranges: Ranges, bits: Bits) -> onnx.ModelProto:
-    """The graph in QDQ form. `ranges` may be those of another graph of the same model."""
-    work = _Quantizer(model=model, ranges=ranges, bits=bits)
+def quantize_static(
+    model: onnx.ModelProto, ranges: Ranges, bits: Bits, *, kept_in: Path | None = None
+) -> onnx.ModelProto:
+    """The graph in QDQ form. `ranges` may be those of another graph of the same model.
+
+    `kept_in` is the folder of the tensors that lie outside of the graph.
+    """
+    work = _Quantizer(model=model, ranges=ranges, bits=bits, kept_in=kept_in)
     return work.run()
 
 
@@ -95,6 +110,7 @@ class _Quantizer:
     model: onnx.ModelProto
     ranges: Ranges
     bits: Bits
+    kept_in: Path | None
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     readers: dict[str, list[onnx.NodeProto]] = field(default_factory=lambda: defaultdict(list))
     grids: dict[str, ValueGrid] = field(default_factory=dict)  # of values
@@ -173,7 +189,8 @@ class _Quantizer:
             self.nodes.append(
                 helper.make_node("QuantizeLinear", [value, *grid_names], [codes], f"{name}/round")
             )
-            self.dequantize(name, codes, grid, given=name if name == "logits" else "")
+            leaves = name in outputs and not name.startswith("present.")
+            self.dequantize(name, codes, grid, given=name if leaves else "")
 
     def read(self, name: str) -> str:
         return self.given.get(name, name)  # ids and masks are read as they are
@@ -275,7 +292,10 @@ class _Quantizer:
     def bias(self, name: str, values: NDArray[np.float32], node: onnx.NodeProto) -> str:
         weight = node.input[1] if node.input[1] in self.weight_scales else f"{node.input[1]}/given"
         scales = self.weight_scales[weight] * np.float32(self.input_scale(node))
-        codes = np.clip(np.rint(values.astype(np.float64) / scales), -(2.0**31), 2.0**31 - 1)
+        if (np.abs(values.astype(np.float64)) > scales.astype(np.float64) * LARGEST_CODE).any():
+            scales = self.coarser(node, values) * np.float32(self.input_scale(node))
+        codes = np.clip(np.rint(values.astype(np.float64) / scales), -LARGEST_CODE, LARGEST_CODE)
+        name = f"{node.name}/{name}"  # a layer that is called again reads its input on another grid
         names = [f"{name}/codes", f"{name}/scales", f"{name}/zeros"]
         self.put(names[0], codes.astype(np.int32))
         self.put(names[1], scales.astype(np.float32))
@@ -283,6 +303,26 @@ class _Quantizer:
         given = f"{name}/given"
         self.nodes.append(helper.make_node("DequantizeLinear", names, [given], f"{name}/back", axis=0))
         return given
+
+    def coarser(self, node: onnx.NodeProto, bias_O: NDArray[np.float32]) -> NDArray[np.float32]:
+        """New scales of stored weights, so that biases have codes where outputs hardly depend on inputs."""
+        weight = node.input[1]
+        back = next(each for each in self.nodes if weight in each.output)
+        if len(self.readers[weight]) > 1 or back.op_type != "DequantizeLinear":
+            raise InputError(
+                "a bias is too large beside weights that several products share",
+                where=node.name,
+                next_step="--scheme int8_static8, or --exclude the layer",
+            )
+        old = self.weight_scales[weight]
+        least = np.abs(bias_O.astype(np.float64)) / (self.input_scale(node) * LARGEST_BIAS)
+        new = np.maximum(old, least).astype(np.float32)
+        codes_IO = numpy_helper.to_array(self.made[back.input[0]], base_dir=str(self.kept_in or ""))
+        codes_IO = np.rint(codes_IO * (old.astype(np.float64) / new)).astype(np.int8)
+        self.put(back.input[0], codes_IO)
+        self.put(back.input[1], new)
+        self.weight_scales[weight] = new
+        return new
 
     def grid_constants(self, name: str, grid: ValueGrid) -> list[str]:
         self.put(f"{name}/scale", np.array(grid.scale, np.float32))

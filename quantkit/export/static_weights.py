@@ -7,6 +7,7 @@ rounds them to it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ def weight_IO(graph: Graph, pack: Pack, contents: Contents) -> str:
     if grid is not None and grid.block is None:
         scales = graph.weight(f"{name}.scales")
         zeros = graph.constant(f"{name}.zeros", np.zeros(pack.out_features, np.int8))
-        codes = graph.weight(f"{name}.codes_IO")
+        # The codes are most of a model, and nothing here has to look at them: they stay where they are.
+        codes = replace(graph, keeps_weights_outside=True).weight(f"{name}.codes_IO")
         return graph.op("DequantizeLinear", codes, scales, zeros, name=f"{name}/weight", axis=1)
     if grid is None and pack.table is None:
         return graph.weight(f"{name}.weight_IO")

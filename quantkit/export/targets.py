@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quantkit.schemes import Format
+from quantkit.schemes import Format, on_graph
 
 # Operators that onnxruntime knows and the standard does not; the empty domain is the standard one's.
 FUSED = frozenset(
@@ -50,10 +50,35 @@ class Target:
     standard_operators: frozenset[str] | None = None  # of the standard these alone; None: all of its opset
     element_types: frozenset[str] = CPU_TYPES
     is_static: bool = False  # every size of every input and output is a number
+    rounds_values: bool = True  # of a static graph; False: floats between operators, only weights integers
     is_half: bool = False  # float16 where the others have float32; outputs but the cache stay float32
     channel_bits: int = 8  # of weights with one scale a row, stored in bytes
     machines: tuple[str, ...] = ()  # as platform.machine() names them; empty: any
 
+
+# What a static graph is put together from, and all that NPU compilers have an operation of their own for.
+STATIC = frozenset(
+    {
+        "Add",
+        "Concat",
+        "DequantizeLinear",
+        "Gather",
+        "Gelu",
+        "Gemm",
+        "LayerNormalization",
+        "MatMul",
+        "Mul",
+        "QuantizeLinear",
+        "RMSNormalization",
+        "Relu",
+        "Reshape",
+        "Sigmoid",
+        "Softmax",
+        "Split",
+        "Tanh",
+        "Transpose",
+    }
+)
 
 CPU_VNNI = Target(
     opset=21,
@@ -84,6 +109,30 @@ TARGETS: dict[str, Target] = {
         is_half=True,
         machines=(),
     ),
+    "npu": Target(
+        opset=23,
+        ir_version=11,
+        domains=(),
+        description="an NPU, or any runtime of standard operators: fixed sizes, every value an 8- or 16-bit "
+        "integer (QDQ); opset 21, or 23 where the model has RMS norms",
+        fused_operators=frozenset(),
+        standard_operators=STATIC,
+        element_types=frozenset({"FLOAT", "INT8", "UINT8", "UINT16", "INT32", "INT64"}),
+        is_static=True,
+    ),
+    "openvino": Target(
+        opset=21,
+        ir_version=10,
+        domains=(),
+        description="OpenVINO on a CPU, which rounds activations itself: fixed sizes, standard operators, "
+        "INT8 weights with one scale a row",
+        fused_operators=frozenset(),
+        # Its reader of ONNX files, 2025.4, knows no RMSNormalization yet.
+        standard_operators=STATIC - {"RMSNormalization"} | {"ReduceMean", "Sqrt", "Div"},
+        element_types=frozenset({"FLOAT", "INT8", "INT32", "INT64"}),
+        is_static=True,
+        rounds_values=False,
+    ),
 }
 DEFAULT_TARGET = "cpu"
 EXTERNAL_FROM_BYTES = 64 << 20  # above this, weights lie in a file beside the graph
@@ -91,6 +140,8 @@ EXTERNAL_FROM_BYTES = 64 << 20  # above this, weights lie in a file beside the g
 
 def format_on(target: Target, wanted: Format) -> Format:
     """A projection's format as the target computes it rightly: one scale a row may take fewer bits."""
+    if target.is_static:
+        return on_graph(wanted) if target.rounds_values else replace(wanted, activations="float")
     grid = wanted.grid
     if grid.block is not None or grid.bits <= target.channel_bits:
         return wanted

@@ -1,7 +1,8 @@
 """Float ONNX files of any architecture that optimum can trace: the way in for what is not emitted directly.
 
-Only this module knows optimum. It is kept quiet, away from the network, and away from code that a
-checkpoint brings, unless that was asked for; what comes out is lowered to integers by `lower.py`.
+Only this module knows optimum; quantkit's own encoder-decoders are traced without it. It is kept quiet, away
+from the network, and away from code that a checkpoint brings, unless that was asked for; what comes out is
+lowered to integers by `lower.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.export.trace_parts import trace_parts
+from quantkit.model.load import open_source
+from quantkit.model.weight_source import original
 
 OPSET = 18  # the newest that the tracing exporter writes without converting
 TASKS: dict[str, str] = {  # how a class name ends -> what optimum calls its task
@@ -27,6 +31,7 @@ TASKS: dict[str, str] = {  # how a class name ends -> what optimum calls its tas
     "ForQuestionAnswering": "question-answering",
     "Model": "feature-extraction",
 }
+OWN_ENCODER_DECODERS = ("OneWideForConditionalGeneration",)  # traced here, which no package need know
 WITH_PAST = ("text-generation", "text2text-generation")
 SUPPORTED = "below 4.58 for optimum-onnx 0.1"
 INSTALL = "pip install 'quantkit-onnx[trace]'"
@@ -36,6 +41,9 @@ def trace(
     folder: Path, out_dir: Path, *, model_type: str, architecture: str, trust_remote_code: bool = False
 ) -> tuple[Path, ...]:
     """Trace the model that lies in `folder`; the files, with their cache where it generates text."""
+    if architecture in OWN_ENCODER_DECODERS:
+        with _quiet():
+            return trace_parts(original(open_source(str(folder))), out_dir, opset=OPSET)
     task = _supported_task(folder, model_type, architecture)
     with _quiet():
         from optimum.exporters.onnx import main_export  # noqa: PLC0415 - takes seconds

@@ -1,7 +1,8 @@
 """Describing one transformer block: its attentions, its FFN, its norms, and how fused rows split.
 
 Kinds are read from the structure in front of us (a block with a gate projection is gated, the activation
-is the module that sits there), so a config field that disagrees with the code cannot mislead the map.
+is what the module that sits there computes), so a config field that disagrees with the code cannot mislead
+the map.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from torch import nn
 
 from quantkit.model.configs import ModelConfig
 from quantkit.model.family_records import Family, Stack, read_fact
+from quantkit.model.probes import curve_of
 from quantkit.records import (
-    Activation,
     Attention,
     Block,
     FeedForward,
@@ -21,25 +22,6 @@ from quantkit.records import (
     Role,
     Rows,
 )
-
-ACTIVATIONS: dict[str, Activation] = {
-    "ReLU": Activation.RELU,
-    "GELUActivation": Activation.GELU,
-    "NewGELUActivation": Activation.GELU_TANH,
-    "GELUTanh": Activation.GELU_TANH,
-    "PytorchGELUTanh": Activation.GELU_TANH,
-    "FastGELUActivation": Activation.GELU_TANH,
-    "BloomGelu": Activation.GELU_TANH,
-    "SiLU": Activation.SILU,
-    "SiLUActivation": Activation.SILU,
-}
-
-
-def activation_of(module: nn.Module | None) -> Activation:
-    """The non-linearity that a module computes; `other` when no row knows its class."""
-    if isinstance(module, nn.GELU):  # one class for both forms
-        return Activation.GELU_TANH if module.approximate == "tanh" else Activation.GELU
-    return ACTIVATIONS.get(type(module).__name__, Activation.OTHER)
 
 
 def split_rows(
@@ -93,7 +75,7 @@ def describe_block(
             )
         ),
         ffn=_describe_ffn(module, stack, layers),
-        norm_kind=family.norm_kind,
+        norm_kind=read_fact(family.norm_kind, config.raw),
         norm_placement=read_fact(family.placement, config.raw),
         residual=read_fact(family.residual, config.raw),
     )
@@ -145,6 +127,6 @@ def _describe_ffn(module: nn.Module, stack: Stack, layers: list[Layer]) -> FeedF
     is_gated = any(layer.role is Role.FFN_GATE for layer in layers)
     return FeedForward(
         kind=FfnKind.GATED if is_gated else FfnKind.STANDARD,
-        activation=activation_of(activation),
+        activation=curve_of(activation),
         hidden_features=ups[0].out_features,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.model.family_encoders import ALBERT, BERT, DISTILBERT, ROBERTA, T5
+from quantkit.model.family_own import ONE_WIDE, REFERENCE
 from quantkit.model.family_records import HEAD, ByConfig, Family, Stack
 from quantkit.model.family_spellings import (
     BERT_TINY,
@@ -29,6 +30,7 @@ from quantkit.model.family_spellings import (
     Q,
     V,
 )
+from quantkit.model.ws_ffn_family import WS_FFN
 from quantkit.records import NormKind, NormPlacement, PositionKind, Residual
 
 GPT2 = Family(
@@ -253,6 +255,9 @@ FAMILIES: dict[str, Family] = {
     "distilbert": DISTILBERT,
     "albert": ALBERT,
     "t5": T5,
+    "quantkit_reference": REFERENCE,
+    "quantkit_one_wide": ONE_WIDE,
+    "ws_ffn": WS_FFN,
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from quantkit.records import EmbeddingKind, NormKind, NormPlacement, PositionKind, Residual, Role
 
 HEAD = "<head>"  # in a norm's readers: the output projection, whatever its name
+LAST = f">{HEAD}"  # the same, but of the last block's norm alone
 CROSS = "<cross>"  # in a norm's readers: keys and values of every cross attention
 
 
@@ -40,6 +41,9 @@ class Stack:
     activation: str  # the module of the FFN's non-linearity
     cross_projections: Mapping[str, tuple[Role, ...]] = field(default_factory=dict)
     query_key_norms: tuple[str, ...] = ()  # norms on each head's query and key
+    # Projections that no inference runs, since only a training loss reads them -> the config's field for
+    # the number of heads that their output splits into.
+    training_only: Mapping[str, str] = field(default_factory=dict)
     calls: tuple[str, str] | None = None  # a shared block runs config[first] // config[second] times
 
 
@@ -51,7 +55,7 @@ class Family:
     stacks: tuple[Stack, ...]
     embeddings: Mapping[str, EmbeddingKind]
     outer_norms: Mapping[str, tuple[str, ...]]
-    norm_kind: NormKind
+    norm_kind: NormKind | ByConfig
     placement: NormPlacement | ByConfig
     position: PositionKind | ByConfig
     tiny_class: str  # the architecture that the contract test builds from `tiny`
@@ -68,5 +72,7 @@ class Family:
 
 
 def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - facts are of any type
-    """A fact of a row under a config, which may or may not decide it."""
-    return fact.read(config) if isinstance(fact, ByConfig) else fact
+    """A fact of a row under a config, of which several fields may decide it, or none."""
+    while isinstance(fact, ByConfig):
+        fact = fact.read(config)
+    return fact

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -30,6 +31,8 @@ from quantkit.model.places import (
     place_of,
     readers,
 )
+from quantkit.model.probes import norm_kind_of
+from quantkit.model.structure import observe, summary
 from quantkit.model.weights import compare, read_headers
 from quantkit.records import (
     ATTENTION_ROLES,
@@ -85,11 +88,15 @@ def map_module(
     has_tied_head = any(layer.tied_to for layer in layers if layer.role is Role.LM_HEAD)
     scales_head = bool(family and read_fact(family.scales_tied_head, config.raw))
     root = math.sqrt(config.hidden_size) if config.hidden_size else None
+    left_out = [layer for layer in layers if not layer.calls]
+    if left_out:
+        notes = (*notes, training_only_note(left_out))
     if family is None:
         kind = f"model type '{config.model_type}'" if config.model_type else "a module without a config"
         notes = (
             *notes,
             f"no row for {kind} in the families table: roles are 'other', blocks are not described",
+            *summary(observe(module)),
         )
     elif strays := [
         layer.name for layer in layers if layer.role is Role.OTHER and not _is_known_other(walk, layer)
@@ -119,6 +126,13 @@ def map_module(
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
         position_offset=family.position_offset if family else 0,
     )
+
+
+def training_only_note(layers: Sequence[Layer]) -> str:
+    """What is said of projections that no inference runs."""
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    counted = f"{len(layers)} projections with {weights:,} weights"
+    return f"{counted} run in training alone: no plan, cost or export has them"
 
 
 def _output_module(module: nn.Module) -> nn.Module | None:
@@ -205,9 +219,16 @@ def _split(
             tied_to=tied_to,
             aliases=tuple(names[1:]),
             calls=calls(walk, place) * len(names),
+            num_heads=_num_heads(walk, place),
         )
         for role, part in zip(roles, rows, strict=True)
     ]
+
+
+def _num_heads(walk: Walk, place: Place | None) -> int:
+    """Into how many heads the output of a latent splits."""
+    key = place.stack.training_only.get(place.inner) if place else None
+    return int(walk.config.raw[key]) if key else 1
 
 
 def _count_layer(walk: Walk, child: nn.Module, kind: str, name: str) -> None:
@@ -289,9 +310,11 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
 
 
 def _norm_kind(walk: Walk, child: nn.Module) -> NormKind:
-    if walk.family:
-        return walk.family.norm_kind
-    return NormKind.RMS_NORM if "rms" in type(child).__name__.lower() else NormKind.LAYER_NORM
+    """By what it computes; the family's word counts only for a norm that cannot be tried alone."""
+    tried = norm_kind_of(child)
+    if tried is None and walk.family:
+        return NormKind(read_fact(walk.family.norm_kind, walk.config.raw))
+    return tried or (NormKind.RMS_NORM if "rms" in type(child).__name__.lower() else NormKind.LAYER_NORM)
 
 
 def _map_blocks(walk: Walk, layers: tuple[Layer, ...]) -> tuple[Block, ...]:

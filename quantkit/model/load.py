@@ -25,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from quantkit.errors import InputError
 from quantkit.model.configs import spelled_for
 from quantkit.model.known import known_config, known_names
+from quantkit.model.own import OWN_MODELS
 
 DEMO_NAME = "demo"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -197,6 +198,8 @@ def make_config(source: Source) -> Any:  # noqa: ANN401 - any transformers confi
     }
     try:
         return CONFIG_MAPPING[model_type].from_dict(fields)
+    except InputError:
+        raise
     except Exception as error:  # as above: the values are the user's
         raise InputError(
             f"transformers refuses the config ({type(error).__name__}: {error})",
@@ -205,13 +208,19 @@ def make_config(source: Source) -> Any:  # noqa: ANN401 - any transformers confi
         ) from error
 
 
+def model_class(architecture: str) -> Any:  # noqa: ANN401 - a class of transformers' or of ours, or None
+    """The class of a model by its name: one of quantkit's own, or one that transformers exports."""
+    found = OWN_MODELS.get(architecture) or getattr(transformers, architecture, None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
 def make_model(source: Source, config: Any) -> nn.Module:  # noqa: ANN401
     """The class that the config names, else the first auto class that fits."""
     if not source.uses_remote_code:
         for architecture in source.config.get("architectures") or ():
-            model_class = getattr(transformers, str(architecture), None)
-            if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
-                return model_class._from_config(config)  # type: ignore[no-any-return]
+            found = model_class(str(architecture))
+            if found is not None:
+                return found._from_config(config)  # type: ignore[no-any-return]
     auto_classes: tuple[Any, ...] = (
         transformers.AutoModelForCausalLM,
         transformers.AutoModelForMaskedLM,

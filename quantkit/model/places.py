@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quantkit.model.configs import ModelConfig
-from quantkit.model.family_records import CROSS, HEAD, Family, Stack, read_fact
+from quantkit.model.family_records import CROSS, HEAD, LAST, Family, Stack, read_fact
 from quantkit.records import FFN_ROLES, NormPlace, NormPlacement, Role
 
 
@@ -82,7 +82,9 @@ def place_of(walk: Walk, name: str) -> Place | None:
 
 
 def calls(walk: Walk, place: Place | None) -> int:
-    """How often one forward pass runs what stands here."""
+    """How often one forward pass runs what stands here; never, what training alone runs."""
+    if place is not None and place.inner in place.stack.training_only:
+        return 0
     if place is None or place.stack.calls is None:
         return 1
     total, shared_by = (int(walk.config.raw[key]) for key in place.stack.calls)
@@ -101,18 +103,19 @@ def readers(walk: Walk, name: str, place: Place | None, head_name: str | None) -
         relative = name.removeprefix(walk.prefix)
         readers = outer.get(relative, outer.get(name, ()))
         following = list(_blocks_of(walk, walk.family.stacks[0]).values())[:1]
-    existing = {known for names in walk.names.values() for known in names}
+    existing = {known: names[0] for names in walk.names.values() for known in names}
     resolved: list[str] = []
     for reader in readers:
         if reader == CROSS:
             resolved.extend(_cross_readers(walk))
-        elif reader == HEAD:
+        elif reader == HEAD or (reader == LAST and not following):
             resolved.extend([head_name] if head_name else [])
         elif reader.startswith(">"):
             resolved.extend(f"{block}.{reader[1:]}" for block in following)
         else:
             resolved.append(f"{place.block}.{reader}" if place else walk.prefix + reader)
-    return tuple(reader for reader in resolved if reader in existing)
+    # A module that several blocks share is read under its first name by all of them.
+    return tuple(existing[reader] for reader in resolved if reader in existing)
 
 
 def norm_place(walk: Walk, name: str, place: Place | None) -> NormPlace:
@@ -138,7 +141,9 @@ def _place_in_block(walk: Walk, place: Place, family: Family) -> NormPlace:
         return NormPlace.AFTER_ATTENTION if before is NormPlace.BEFORE_ATTENTION else NormPlace.AFTER_FFN
     part = _fed_part(place.stack, norms[place.inner])
     is_post = read_fact(family.placement, walk.config.raw) is NormPlacement.POST
-    return NormPlace.AFTER_ATTENTION if is_post and part is NormPlace.BEFORE_FFN else part
+    # A post-norm that the next block reads follows the FFN, or attention where the block has nothing else.
+    is_alone = len(names) == 1 and part is NormPlace.AFTER_FFN
+    return NormPlace.AFTER_ATTENTION if is_post and (is_alone or part is NormPlace.BEFORE_FFN) else part
 
 
 def _fed_part(stack: Stack, fed: tuple[str, ...]) -> NormPlace:

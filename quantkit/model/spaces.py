@@ -88,6 +88,7 @@ def _norm_outputs(model_map: ModelMap) -> Iterator[Space]:
         readers = [layer for layer in model_map.layers if layer.matrix in norm.feeds]
         reason = _why_not_scaled(norm, readers, placements) or _stray(model_map, norm.block)
         reason = reason or (None if norm.block else _stray_reader(model_map, norm))
+        reason = reason or _why_shared(model_map, norm, readers)
         is_tied = any(layer.tied_to for layer in readers)
         is_free = reason is None and not is_tied
         permits: frozenset[BasisKind] = frozenset({"diagonal"} if is_free else set())
@@ -126,6 +127,13 @@ def _why_not_scaled(
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+def _why_shared(model_map: ModelMap, norm: Norm, readers: Sequence[Layer]) -> str | None:
+    """A projection that several norms feed, as blocks that share it do, can take the scales of none."""
+    fed = {layer.matrix for layer in readers if layer.aliases}
+    other = next((each for each in model_map.norms if each is not norm and fed & set(each.feeds)), None)
+    return f"what reads it is shared: '{other.name}' feeds it too" if other else None
+
+
 def _stray_reader(model_map: ModelMap, norm: Norm) -> str | None:
     """A projection outside of blocks that may read a norm without the map saying so."""
     names = [layer.name for layer in strays_of(model_map) if layer.in_features == norm.features]
@@ -151,7 +159,7 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
     ffn = block.ffn
     assert ffn is not None
     readers = _names(members, Role.FFN_DOWN)
-    is_whole = len(readers) == 1 and not _names(members, Role.FFN_LATENT)
+    is_whole = len(readers) == 1 and not any(each.role is Role.FFN_LATENT and each.calls for each in members)
     stray = stray or (None if is_whole else "its FFN is not one up and one down projection")
     is_homogeneous = ffn.kind is FfnKind.GATED or ffn.activation is Activation.RELU
     is_known = ffn.activation is not Activation.OTHER

@@ -166,11 +166,9 @@ def _why_unknown(
     token_tables = [table.name for table in model_map.embeddings if table.kind is EmbeddingKind.TOKEN]
     wrong += [] if ends.entering else [name for name in token_tables if name not in tables]
     is_half_tied = head is not None and head.tied_to and (head.tied_to in tables) != (head in readers)
-    has_latent = any(layer.role is Role.FFN_LATENT for layer in model_map.layers)
     reasons = {
         "without a language-model head the stream itself is what the model returns": head is None,
         f"'{(*ends.strays, '')[0]}' has no role, so whether it touches the stream is unknown": ends.strays,
-        "an FFN with a latent projection reads it in parts": has_latent,
         f"'{(*wrong, '')[0]}' is not as wide as the stream": wrong,
         "the head shares the embedding's table, and only one of them is on the stream": is_half_tied,
     }

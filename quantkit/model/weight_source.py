@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.model.families import family_of
-from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable
+from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable, model_class
 from quantkit.model.places import checkpoint_name
 from quantkit.model.tensors import RandomTensors, TensorSource, open_tensors
 from quantkit.records import ModelMap
@@ -157,20 +157,32 @@ def reference_answer_logits(source: Source) -> AnswerLogits:
     return logits
 
 
+def original(source: Source) -> Any:  # noqa: ANN401 - any transformers model
+    """The model as it lies in the folder, in float32 and evaluation mode."""
+    return _reference(source)[0]
+
+
+def new_cache() -> Any:  # noqa: ANN401 - transformers' own class
+    """An empty cache of a decoder that reads an encoder."""
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache  # noqa: PLC0415 - takes a while
+
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
 def _reference(source: Source) -> tuple[Any, dict[str, Any]]:
     """(the original module, options of its call)."""
     assert source.folder is not None
-    model_class = next(
+    reference_class = next(
         (
-            getattr(transformers, str(name))
+            found
             for name in source.config.get("architectures") or ()
-            if hasattr(transformers, str(name))
+            if (found := model_class(str(name))) is not None
         ),
         transformers.AutoModelForCausalLM,
     )
     # The fused kernel that transformers 4.57 takes otherwise leaves out Gemma 2's cap on attention scores.
     capped = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
-    model = model_class.from_pretrained(
+    model = reference_class.from_pretrained(
         str(source.folder), dtype=torch.float32, use_safetensors=True, **capped
     )
     model.eval()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from quantkit.records import Block, Layer, LayerPlan, ModelMap, Plan, to_json
+from quantkit.records import Block, Layer, LayerPlan, ModelMap, Plan, Role, to_json
 from quantkit.report.tables import Page, Table
 
 
@@ -45,7 +45,7 @@ def inspection_page(model_map: ModelMap, plan: Plan, *, lists_all: bool = False)
 def _describe(model_map: ModelMap) -> Iterable[str]:
     family = f"family {model_map.family}" if model_map.family else "no family row"
     yield (f"{model_map.name}: {model_map.architecture}, {family}, {model_map.num_parameters:,} parameters")
-    for text, blocks in _alike(model_map.blocks):
+    for text, blocks in _alike(model_map):
         depth = sum(block.calls for block in blocks)
         shared = f" ({len(blocks)} stored, shared)" if depth > len(blocks) else ""
         yield f"  {depth} x {text}{shared}"
@@ -54,14 +54,14 @@ def _describe(model_map: ModelMap) -> Iterable[str]:
     yield f"  tables: {tables or 'none'}; head {head}"
 
 
-def _alike(blocks: tuple[Block, ...]) -> Iterable[tuple[str, list[Block]]]:
+def _alike(model_map: ModelMap) -> Iterable[tuple[str, list[Block]]]:
     groups: dict[str, list[Block]] = {}
-    for block in blocks:
-        groups.setdefault(_describe_block(block), []).append(block)
+    for block in model_map.blocks:
+        groups.setdefault(_describe_block(model_map, block), []).append(block)
     return groups.items()
 
 
-def _describe_block(block: Block) -> str:
+def _describe_block(model_map: ModelMap, block: Block) -> str:
     parts = [f"{block.stack} block: {block.norm_placement} {block.norm_kind}, {block.residual} residual"]
     for attention in block.attentions:
         heads = f"{attention.num_heads} heads of {attention.head_dim}"
@@ -74,9 +74,20 @@ def _describe_block(block: Block) -> str:
             "QK norm" if attention.has_query_key_norm else "",
         ]
         parts.append(f"attention {heads} ({', '.join(extra for extra in extras if extra)})")
+    down = _ffn_of(model_map, block)
     if block.ffn:
-        parts.append(f"{block.ffn.kind} FFN {block.ffn.display_name} {block.ffn.hidden_features}")
+        shared = f", stored once and run {down.calls} times" if down and down.aliases else ""
+        parts.append(f"{block.ffn.kind} FFN {block.ffn.display_name} {block.ffn.hidden_features}{shared}")
+    else:
+        parts.append(f"the FFN of {down.block}" if down else "no FFN")
     return "; ".join(parts)
+
+
+def _ffn_of(model_map: ModelMap, block: Block) -> Layer | None:
+    """The way down of a block's FFN, its own or one that it shares."""
+    downs = [layer for layer in model_map.layers if layer.role is Role.FFN_DOWN]
+    names = ((layer, (layer.name, *layer.aliases)) for layer in downs)
+    return next((layer for layer, each in names if any(n.startswith(f"{block.name}.") for n in each)), None)
 
 
 def _layer_table(model_map: ModelMap, plan: Plan, lists_all: bool) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from quantkit.report.ffn import units_table
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.tables import Page, Table
 from quantkit.schemes import FLOAT
@@ -98,14 +99,16 @@ def sensitivity_page(model: str, units: Sequence[Json], protocol: str) -> Page:
     ordered = sorted(units, key=lambda unit: -max(loss(unit, name) for name in names))
     total = ("all, if losses add up", *(f"{sum(loss(unit, name) for unit in units):.3g}" for name in names))
     rows = [(unit["name"], *(f"{loss(unit, name):.3g}" for name in names)) for unit in ordered]
+    ffns = [unit["ffn"] for unit in ordered if "ffn" in unit]
     return Page(
         head=(f"{model}: KL divergence in nats when one product alone is in a format",),
         tables=(
             Table(
                 title="Sensitivity", columns=("product", *names), rows=(total, *rows), numeric=tuple(names)
             ),
+            *([units_table(ffns, "Hidden units of the original, in the same order")] if ffns else []),
         ),
-        foot=(protocol,),
+        foot=(protocol, *(("'quantkit inspect --ffn' says what their columns mean",) if ffns else ())),
     )
 
 

@@ -6,7 +6,7 @@ A provider that could not run is a row like any other, with its reason and its c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quantkit.measurements import Environment, ProviderRun
@@ -41,9 +41,8 @@ def providers_json(
 def providers_page(document: Json) -> Page:
     """The page for a person."""
     runs = document["providers"]
-    references = sorted({run["accuracy"]["reference"] for run in runs if "accuracy" in run})
     prompts = sorted({run["prompt_length"] for run in runs if "prompt_length" in run})
-    tables = [_speed(runs), _shares(runs)]
+    tables = [_speed(runs), *filter(None, [_accuracies(runs)]), _shares(runs)]
     left = [row for run in runs for row in _left(run)]
     if left:
         columns = ("provider", "operator", "nodes", "layers", "why")
@@ -56,8 +55,14 @@ def providers_page(document: Json) -> Page:
     lines = [f"{document['threads']} threads, batch 1, prompt {' or '.join(map(str, prompts)) or 'not run'}"]
     if len(runs) > 1:
         lines.append("one process after the other: on a busy machine their times drift apart by themselves")
-    if references:
-        lines.append(f"logit error: greatest difference over greatest logit, beside {', '.join(references)}")
+    if any("accuracy" in run for run in runs):
+        lines.append("greatest error: the greatest difference of two outputs over the greatest output")
+    for run in runs:
+        if "start_again_ms" in run:
+            lines.append(
+                f"{run['provider']}: starts {run['start_ms'] / run['start_again_ms']:.1f} times faster from "
+                f"what it compiled, which is kept (compiling: {figures(run['compile_ms'])} ms)"
+            )
     return Page(
         head=(name_line(document),),
         tables=tuple(tables),
@@ -71,22 +76,50 @@ def providers_page(document: Json) -> Page:
 
 
 def _speed(runs: Sequence[Json]) -> Table:
-    columns = ("start, ms", "prefill, ms", "decode, ms/token", "peak, MB", "logit error", "top-1")
+    columns = ("library, ms", "start, ms", "again, ms", "prefill, ms", "decode, ms/token", "peak, MB")
 
     def cells(run: Json) -> Iterable[str]:
-        yield figures(run["start_ms"]) if "start_ms" in run else "-"
+        for key in ("library_ms", "start_ms", "start_again_ms"):
+            yield figures(run[key]) if key in run else "-"
         for phase in ("prefill", "decode"):
             yield figures(run[phase]["median_ms"]) if phase in run else "-"
         yield megabytes(run["peak_bytes"]) if "peak_bytes" in run else "-"
-        accuracy = run.get("accuracy")
-        yield f"{accuracy['max_relative_logit_error']:.2%}" if accuracy else "-"
-        yield f"{accuracy['top1_agreement']:.1%}" if accuracy else "-"
 
     return Table(
         title="Providers, each in a process of its own",
         columns=("provider", "outcome", *columns),
         rows=tuple((run["provider"], _outcome(run), *cells(run)) for run in runs),
         numeric=columns,
+    )
+
+
+def _accuracies(runs: Sequence[Json]) -> Table | None:
+    """Decoders by what they predict, encoders by where their states point; None without a comparison."""
+    compared = [(run["provider"], run["accuracy"]) for run in runs if "accuracy" in run]
+    if not compared:
+        return None
+    shown: dict[str, tuple[str, Callable[[float], str]]] = {
+        "perplexity_ratio": ("perplexity", lambda value: f"x {value:.4f}"),
+        "kl_divergence": ("KL, nats", figures),
+        "lowest_cosine": ("lowest cosine", lambda value: f"{value:.5f}"),
+        "max_relative_logit_error": ("greatest error", lambda value: f"{value:.2%}"),
+        "top1_agreement": ("same top-1", lambda value: f"{value:.1%}"),
+    }
+    keys = [key for key in shown if any(key in accuracy for _, accuracy in compared)]
+    if "lowest_cosine" in keys:
+        keys.remove("top1_agreement")  # the largest of an encoder's states stands for no token
+    columns = ("tokens", *(shown[key][0] for key in keys))
+    rows = tuple(
+        (
+            name,
+            str(found["num_tokens"]),
+            *(shown[key][1](found[key]) if key in found else "-" for key in keys),
+        )
+        for name, found in compared
+    )
+    references = ", ".join(sorted({found["reference"] for _, found in compared}))
+    return Table(
+        title=f"Accuracy beside {references}", columns=("provider", *columns), rows=rows, numeric=columns
     )
 
 

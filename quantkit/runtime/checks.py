@@ -13,7 +13,8 @@ from importlib.metadata import Distribution
 from itertools import zip_longest
 from typing import Literal
 
-from quantkit.runtime.providers import PROVIDERS, ProviderStatus
+from quantkit.runtime.provider_status import ProviderStatus
+from quantkit.runtime.providers import PROVIDERS
 
 Features = Mapping[str, bool | None]
 
@@ -298,13 +299,14 @@ def why_no_device(name: str, hardware: Hardware) -> tuple[str, str] | None:
             "no NVIDIA driver is loaded",
             "install the driver until nvidia-smi lists a GPU; in a container: docker run --gpus all",
         )
+    # The GPU first: onnxruntime lists what the system shows, so that a Vulkan in software brings no device.
+    if name == "webgpu" and not (hardware.has_gpu_node or hardware.has_nvidia_driver):
+        return "/dev/dri has no GPU", "run where a GPU is; in a container: docker run --device /dev/dri"
     if name == "webgpu" and not hardware.has_vulkan_loader:
         return (
             "the Vulkan loader, libvulkan.so.1, is missing",
             "apt-get install libvulkan1 mesa-vulkan-drivers",
         )
-    if name == "webgpu" and not (hardware.has_gpu_node or hardware.has_nvidia_driver):
-        return "/dev/dri has no GPU", "run where a GPU is; in a container: docker run --device /dev/dri"
     is_intel = "intel" in hardware.cpu_model.lower()
     if name == "openvino" and not (is_intel or hardware.has_gpu_node or hardware.has_npu_node):
         return (

@@ -41,7 +41,7 @@ from quantkit.runtime.checks import (
     installed_versions,
     onnxruntime_wheels,
 )
-from quantkit.runtime.providers import ProviderStatus, available_providers
+from quantkit.runtime.provider_status import ProviderStatus, available_providers
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own limits
 # Other ways to run an exported or comparable model; reported, never needed.

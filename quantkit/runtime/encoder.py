@@ -1,7 +1,8 @@
 """Graphs that read a whole text at once: encoders, and traced decoders from the beginning of a text.
 
 What the graph declares is what it is fed: token types are zeros, positions follow the padding and caches
-start empty unless the caller says otherwise.
+start empty unless the caller says otherwise. A graph of one fixed length reads one text at a time, which
+stands at the beginning of its places; of what it gives for the places behind the text nothing is handed on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.runtime.session import MODEL_FILE, Floats, Ints, open_session
+from quantkit.runtime.static_session import TYPES
+
+ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,22 +30,39 @@ class Encoder:
     session: onnxruntime.InferenceSession
     inputs: Mapping[str, tuple[int | str, ...]]  # name -> shape; a name stands for a free size
     outputs: tuple[str, ...]
+    length: int | None = None  # places of a graph of fixed sizes
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """What each input is given as."""
+        return {each.name: TYPES.get(each.type, np.int64) for each in self.session.get_inputs()}
 
 
 def open_encoder(folder: Path, *, threads: int | None = None) -> Encoder:
     """Open an artifact, or one file of it."""
     path = folder / MODEL_FILE if folder.is_dir() else folder
     session = open_session(path, threads=threads)
-    # An input with a default, such as how many positions get logits, is an initializer to onnxruntime.
-    declared = (*session.get_inputs(), *session.get_overridable_initializers())
-    inputs = {each.name: tuple(each.shape) for each in declared}
-    if "input_ids" not in inputs:
+    if "input_ids" not in {each.name for each in session.get_inputs()}:
         raise InputError(
             "not a model that reads tokens (no input_ids)",
             where=str(path),
             allowed="an encoder, or a decoder from the beginning of a text",
         )
-    return Encoder(session=session, inputs=inputs, outputs=tuple(each.name for each in session.get_outputs()))
+    return encoder_of(session)
+
+
+def encoder_of(session: onnxruntime.InferenceSession) -> Encoder:
+    """A session on any provider."""
+    # An input with a default, such as how many positions get logits, is an initializer to onnxruntime.
+    declared = (*session.get_inputs(), *session.get_overridable_initializers())
+    inputs = {each.name: tuple(each.shape) for each in declared}
+    size = inputs["input_ids"][-1]
+    return Encoder(
+        session=session,
+        inputs=inputs,
+        outputs=tuple(each.name for each in session.get_outputs()),
+        length=size if isinstance(size, int) else None,
+    )
 
 
 def encode(
@@ -54,6 +75,9 @@ def encode(
 ) -> dict[str, Floats]:
     """Every output for a batch of texts, [batch, sequence]; `others` are further inputs by name."""
     shown = np.ones_like(ids) if mask is None else mask
+    if encoder.length is not None:
+        kinds = np.zeros_like(ids) if token_types is None else token_types
+        return _encode_fixed(encoder, {"input_ids": ids, "attention_mask": shown, "token_type_ids": kinds})
     feeds: dict[str, NDArray[Any]] = {
         "input_ids": ids,
         "attention_mask": shown,
@@ -73,3 +97,38 @@ def encode(
         )
     wanted = {name: np.ascontiguousarray(feeds[name]) for name in encoder.inputs}
     return dict(zip(encoder.outputs, encoder.session.run(None, wanted), strict=True))
+
+
+def _encode_fixed(encoder: Encoder, batch: Mapping[str, Ints]) -> dict[str, Floats]:
+    """Text by text, each filled up to the graph's length behind its end."""
+    count, length = batch["input_ids"].shape[1], encoder.length or 0
+    if count > length:
+        raise InputError(
+            f"a text of {count} tokens",
+            where="input_ids",
+            allowed=f"1 to {length} tokens: the graph reads that many at once",
+            next_step="shorten the text, or quantize again with a longer static.prompt",
+        )
+    if (np.diff(batch["attention_mask"], axis=1) > 0).any():
+        raise InputError(
+            "padding in front of a text or inside of it",
+            where="attention_mask",
+            allowed="texts that begin at the first place, with their padding behind them",
+        )
+    types = encoder.types
+    padded = {
+        name: np.pad(batch[name], ((0, 0), (0, length - count))).astype(types[name])
+        for name in encoder.inputs
+    }
+    runs = [
+        encoder.session.run(None, {name: values[row : row + 1] for name, values in padded.items()})
+        for row in range(len(batch["input_ids"]))
+    ]
+    return {
+        name: np.concatenate([values[:, :count] if _has_tokens(name, values) else values for values in found])
+        for name, found in zip(encoder.outputs, zip(*runs, strict=True), strict=True)
+    }
+
+
+def _has_tokens(name: str, values: Floats) -> bool:
+    return name in ENDS or values.ndim == 3

@@ -2,13 +2,16 @@
 
 A stage puts what it found into `Trial.found` and may fail without taking the later ones with it, once a
 session has started. Fused decoders are timed with their caches in place, traced ones with caches that grow,
-and graphs of fixed sizes by running each file on what it declares: the one that takes several tokens is the
-prompt's, the one that takes a single token makes the next.
+and graphs of fixed sizes by running each file on what it declares: the one that takes several tokens is
+the prompt's, the one that takes a single token makes the next. A provider that compiles is started twice:
+from the graphs, which leaves what it compiled beside them, and at the end from that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,16 +25,22 @@ from numpy.typing import NDArray
 
 from quantkit.records import to_json
 from quantkit.runtime.checks import check_provider
+from quantkit.runtime.compiled import compile_kept, find
+from quantkit.runtime.compiled import start as start_kept
 from quantkit.runtime.doctor import read_cpu, read_hardware
+from quantkit.runtime.encoder import ENDS
 from quantkit.runtime.placement import assigned, explained, feeds_of, placement_of, read_macs, record_options
-from quantkit.runtime.providers import Provider, open_on, provider_status
+from quantkit.runtime.provider_status import provider_status
+from quantkit.runtime.providers import RELU_MODEL, Provider, one_line, open_on
 from quantkit.runtime.session import State, decoder_of, start, step
+from quantkit.runtime.static_session import FOLDED_WEIGHTS
 from quantkit.runtime.traced import TracedState, go_on, read_prompt, traced_decoder
 
 FEWEST_RUNS, MOST_RUNS = 3, 15
 PATIENCE = 4.0  # times the seconds asked for, after which even fewer runs must do: emulators are slow
 PREFIX_STEP = 8
-PAST = "past_key_values"
+# Whose graphs the CPU runs best with all weights made floats at the start.
+STATIC_TARGETS = ("npu", "openvino")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,15 +77,75 @@ def look(trial: Trial) -> None:
     trial.found |= {"device": ", ".join(status.devices) or None, "version": status.version}
 
 
-def open_sessions(trial: Trial) -> None:
-    """Every file of the artifact, and how long that takes."""
-    trial.found["cure"] = f"quantize for it, or exclude what it refuses; it needs: {trial.provider.needs}"
+def load_library(trial: Trial) -> None:
+    """What the first session of a process pays for all of them, on a graph of one node."""
     began = time.perf_counter()
+    with contextlib.suppress(Exception):  # a provider need not like that graph
+        open_on(trial.provider, RELU_MODEL, _options(trial))
+    trial.found["library_ms"] = (time.perf_counter() - began) * 1e3
+
+
+def _options(trial: Trial) -> onnxruntime.SessionOptions:
+    options = record_options(threads=trial.asked.threads)
+    if trial.provider.name == "cpu" and target_of(trial.asked.folder) in STATIC_TARGETS:
+        options.add_session_config_entry(*FOLDED_WEIGHTS)
+    return options
+
+
+def open_sessions(trial: Trial) -> None:
+    """Every file of the artifact, from the graph, and how long that takes."""
+    provider, target = trial.provider, target_of(trial.asked.folder)
+    trial.found["cure"] = f"quantize for it, or exclude what it refuses; it needs: {provider.needs}"
+    if target and not _is_made_for(provider, target):
+        trial.found["cure"] = (
+            f"quantkit quantize MODEL --target {provider.target}; it needs: {provider.needs}"
+        )
+    said: list[str] = trial.found.setdefault("said", [])
+    elapsed = 0.0
     for path in sorted(trial.asked.folder.glob("*.onnx")):
-        options = record_options(threads=trial.asked.threads)
-        trial.sessions[path] = open_on(trial.provider, str(path), options)
-    trial.found["start_ms"] = (time.perf_counter() - began) * 1e3
+        kept = find(provider, path) if provider.keeps_compiled else None
+        began = time.perf_counter()
+        try:
+            if kept and not kept.context:
+                trial.sessions[path], why_not_kept = compile_kept(provider, path, lambda: _options(trial))
+                said += [f"{path.name}: {why_not_kept}"] if why_not_kept else []
+            else:
+                trial.sessions[path] = open_on(provider, str(path), _options(trial))
+        except Exception as error:
+            made_for = f"made for --target {target}: " if target else ""
+            raise RuntimeError(f"{path.name}, {made_for}{one_line(error)}") from error
+        elapsed += time.perf_counter() - began
+        if kept and kept.reason:
+            said.append(f"{path.name} was compiled again: {kept.reason}")
+    trial.found["start_ms"] = elapsed * 1e3
     del trial.found["cure"]
+
+
+def start_again(trial: Trial) -> None:
+    """The same sessions from what the first start compiled, its checks included."""
+    if not trial.provider.keeps_compiled:
+        return
+    began = time.perf_counter()
+    for path in trial.sessions:
+        started = start_kept(trial.provider, path, lambda: _options(trial))
+        if not started.is_reused:
+            raise RuntimeError(started.said or f"what was compiled of {path.name} is not there any more")
+    trial.found["start_again_ms"] = (time.perf_counter() - began) * 1e3
+    trial.found["compile_ms"] = max(0.0, trial.found["start_ms"] - trial.found["start_again_ms"])
+
+
+def target_of(folder: Path) -> str | None:
+    """The target that an artifact says it was made for."""
+    try:
+        target = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return target if isinstance(target, str) else None
+
+
+def _is_made_for(provider: Provider, target: str) -> bool:
+    """`cpu` and `cpu-vnni` are made for the same."""
+    return target.partition("-")[0] == provider.target.partition("-")[0]
 
 
 def time_phases(trial: Trial) -> None:
@@ -204,19 +273,34 @@ def write_logits(trial: Trial) -> None:
     length = min(ids_WS.shape[1], _fixed_length(session) or ids_WS.shape[1])
     names = [each.name for each in session.get_outputs()]
     wanted = ["logits"] if "logits" in names else names[:1]
+    is_one = len(next(each.shape for each in session.get_outputs() if each.name == wanted[0])) == 2
 
     def logits(ids_S: NDArray[np.int64]) -> NDArray[np.float32]:
         out = session.run(wanted, feeds_of(session, ids=ids_S[None]))[0]
         return np.asarray(out.reshape(-1, out.shape[-1]), np.float32)
 
     positions = list(range(length))
-    if len(logits(ids_WS[0, :length])) < length:  # those of the last token alone, so texts that end earlier
-        positions = positions[PREFIX_STEP - 1 :: PREFIX_STEP]
-        rows = [np.stack([logits(ids_S[: place + 1])[-1] for place in positions]) for ids_S in ids_WS]
-    else:
-        rows = [logits(ids_S[:length])[:length] for ids_S in ids_WS]
+    began = time.perf_counter()
+    gives_all = len(logits(ids_WS[0, :length])) >= length and not is_one
+    affordable = max(1, int(asked.patience / (time.perf_counter() - began)))
+    if is_one:  # answer for a whole text, as a classifier gives it; of a text's ends one number a token
+        is_ends = wanted[0] in ENDS
+        positions = [0]
+        rows = [logits(ids_S[:length])[:, : length if is_ends else None] for ids_S in ids_WS[:affordable]]
+    elif gives_all:
+        rows = [logits(ids_S[:length])[:length] for ids_S in ids_WS[:affordable]]
+    else:  # those of the last token alone, so texts that end earlier
+        texts_WS = ids_WS[:affordable]
+        positions = spread(positions[PREFIX_STEP - 2 :: PREFIX_STEP], affordable // len(texts_WS))
+        rows = [np.stack([logits(ids_S[: place + 1])[-1] for place in positions]) for ids_S in texts_WS]
     np.save(asked.logits, np.stack(rows))
     trial.found["positions"] = positions
+
+
+def spread(places: list[int], count: int) -> list[int]:
+    """At most so many of them, evenly apart."""
+    count = max(1, min(count, len(places)))
+    return [places[number * len(places) // count] for number in range(count)]
 
 
 def read_placement(trial: Trial) -> None:
@@ -227,15 +311,23 @@ def read_placement(trial: Trial) -> None:
     placement = placement_of(trial.provider, files)
     trial.found["placement"] = to_json(placement)
     if placement.unplaced:
+        target = target_of(trial.asked.folder)
+        if target and not _is_made_for(trial.provider, target):
+            trial.found["said"].append(
+                f"the artifact was made for --target {target}; this provider's own is --target "
+                f"{trial.provider.target}"
+            )
         explained_too = explained(placement, trial.provider, paths, threads=trial.asked.threads)
         trial.found["placement"] = to_json(explained_too)
 
 
 STAGES: tuple[tuple[str, Callable[[Trial], None]], ...] = (
     ("looking for the provider", look),
+    ("loading its library", load_library),
     ("starting a session", open_sessions),
     ("timing it", time_phases),
     ("reading its memory", read_peak),
-    ("comparing its logits", write_logits),
     ("asking for the placement", read_placement),
+    ("starting again from what it compiled", start_again),
+    ("comparing its logits", write_logits),  # the last, since an emulator takes seconds for each
 )

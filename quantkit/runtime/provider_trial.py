@@ -1,7 +1,7 @@
 """One provider alone in a process: vendors' libraries crash and hang, and must not take others with them.
 
 python -m quantkit.runtime.provider_trial FOLDER --provider NAME --threads N --prompt N --decode N --seconds S
-    [--ids FILE.npy --logits FILE.npy]
+    --patience S [--ids FILE.npy --logits FILE.npy]
 
 prints what it found as one line of JSON, again after each stage with all that is known by then. So the last
 line says how far a process came that died, and what it was doing. `try_provider` starts such a process, waits
@@ -70,7 +70,9 @@ def try_provider(
     logits: Path | None = None,
 ) -> Json:
     """What a process of its own found, or what became of it: never an exception of the vendor's."""
-    numbers = {"threads": threads, "prompt": prompt, "decode": decode, "seconds": seconds}
+    # Times come first and take a few seconds; half of the limit is for the logits of a slow emulator.
+    numbers: dict[str, float] = {"threads": threads, "prompt": prompt, "decode": decode, "seconds": seconds}
+    numbers["patience"] = time_limit / 2
     command = [asked.python or sys.executable, "-m", MODULE, str(folder), "--provider", asked.name]
     command += [text for key, value in numbers.items() for text in (f"--{key}", str(value))]
     if ids and logits:
@@ -195,6 +197,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in ("threads", "prompt", "decode"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--patience", type=float, required=True)
     parser.add_argument("--ids", type=Path)
     parser.add_argument("--logits", type=Path)
     asked = parser.parse_args(arguments)

@@ -1,10 +1,7 @@
-"""Which execution providers onnxruntime could use, and which of them this machine really has.
+"""Which execution providers onnxruntime could use: the table, and how a session opens on each.
 
 A provider comes either compiled into the onnxruntime wheel (built-in) or as a plugin library of its own
-package, which must be registered before its devices can be listed. Neither source can be trusted on its
-name alone: the GPU wheel lists `CUDAExecutionProvider` on a machine without a GPU, and a plugin registers
-happily where it finds no device. So a built-in provider counts as usable once a session keeps it, and a
-plugin once `get_ep_devices()` shows a device (`get_available_providers()` does not list plugins reliably).
+package, which must be registered before its devices can be listed.
 
 Registering a plugin: https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/
 """
@@ -16,8 +13,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import io
-import sys
+import platform
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Literal
@@ -49,22 +45,19 @@ class Provider:
     session_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # the same for the wheels that hold it built in
     wheel_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    target: str = "cpu"  # the --target whose files it runs whole
     emulates_on_cpu: bool = False  # a device of type CPU then means emulation, not the real thing
     keeps_memory_pattern: bool = True  # False: it forbids onnxruntime's plan of buffers made ahead
+    keeps_compiled: bool = (
+        False  # what it compiled can be written to a file and opened again: tried, not read
+    )
+    threads_option: str | None = (
+        None  # by which a wheel is told what onnxruntime's own setting does not reach
+    )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProviderStatus:
-    """What became of one provider on this machine."""
-
-    name: str
-    usable: bool
-    installed: bool  # the wheel or plugin that holds it is here
-    devices: tuple[str, ...] = ()  # empty too for a built-in provider whose wheel names no device
-    version: str | None = None  # of the distribution that holds it
-    why_not: str = ""  # one line with the cure; empty when usable
-
-
+# Both wheels write the folder `onnxruntime`, and quantkit itself asks for the plain one.
+GPU_ALONE = "pip uninstall -y onnxruntime && pip install --force-reinstall --no-deps onnxruntime-gpu"
 PROVIDERS: dict[str, Provider] = {
     row.name: row
     for row in (
@@ -84,9 +77,10 @@ PROVIDERS: dict[str, Provider] = {
             device_kind="gpu",
             source="built-in",
             package="onnxruntime-gpu",
+            target="gpu",
             description="NVIDIA GPUs through CUDA and cuDNN",
             needs="NVIDIA driver, CUDA and cuDNN libraries of the versions that the wheel was built with",
-            install="pip uninstall -y onnxruntime && pip install onnxruntime-gpu",
+            install=f"pip install 'quantkit-onnx[cuda]' && {GPU_ALONE}",
             platforms=("linux", "win32"),
         ),
         Provider(
@@ -95,9 +89,10 @@ PROVIDERS: dict[str, Provider] = {
             device_kind="gpu",
             source="built-in",
             package="onnxruntime-gpu",
+            target="gpu",
             description="NVIDIA GPUs through TensorRT engines, built when a session starts",
             needs="all that cuda needs, and the TensorRT libraries; fixed or profiled shapes start faster",
-            install="pip uninstall -y onnxruntime && pip install onnxruntime-gpu tensorrt",
+            install=f"pip install 'quantkit-onnx[cuda]' tensorrt && {GPU_ALONE}",
             platforms=("linux", "win32"),
         ),
         Provider(
@@ -106,6 +101,7 @@ PROVIDERS: dict[str, Provider] = {
             device_kind="gpu",
             source="built-in",
             package="onnxruntime-directml",
+            target="gpu",
             description="any DirectX 12 GPU on Windows",
             needs="Windows 10 or later and a DirectX 12 device; no memory pattern, sequential execution",
             install="pip uninstall -y onnxruntime && pip install onnxruntime-directml",
@@ -118,6 +114,7 @@ PROVIDERS: dict[str, Provider] = {
             device_kind="npu",
             source="built-in",
             package="onnxruntime",
+            target="npu",
             description="Apple's Neural Engine, GPU and CPU through Core ML; in the macOS wheel",
             needs="macOS; static shapes, or parts of the graph stay on the CPU",
             install="pip install onnxruntime",
@@ -129,6 +126,7 @@ PROVIDERS: dict[str, Provider] = {
             device_kind="cpu",
             source="built-in",
             package="onnxruntime",
+            target="npu",
             description="XNNPACK's CPU kernels, meant for phones; in no desktop wheel on PyPI",
             needs="an onnxruntime built with it; static shapes",
             install="build onnxruntime from source with --use_xnnpack",
@@ -140,11 +138,13 @@ PROVIDERS: dict[str, Provider] = {
             source="plugin",
             package="onnxruntime-ep-openvino",
             plugin_module="onnxruntime_ep_openvino",
+            target="openvino",
             description="Intel CPUs, GPUs and NPUs through OpenVINO",
             needs="an Intel CPU, GPU or NPU; the NPU needs static shapes and symmetric weights",
             install="pip install 'quantkit-onnx[openvino]'",
             platforms=("linux", "win32"),
             wheel_options={"device_type": "CPU"},  # onnxruntime-openvino lists no devices to choose from
+            threads_option="num_of_threads",
         ),
         Provider(
             name="qnn",
@@ -153,12 +153,15 @@ PROVIDERS: dict[str, Provider] = {
             source="plugin",
             package="onnxruntime-qnn",
             plugin_module="onnxruntime_qnn",
+            target="npu",
             description="Qualcomm's Hexagon NPU (HTP); the Linux x86-64 wheel emulates it on the CPU",
             needs="a Snapdragon NPU or its emulation; static shapes and a QDQ graph",
             install="pip install 'quantkit-onnx[qnn]'",
             platforms=("linux", "win32"),
-            session_options={"backend_type": "htp"},
+            # The second makes integers at the graph's ends its work too, as a ban on fallback does.
+            session_options={"backend_type": "htp", "offload_graph_io_quantization": "0"},
             emulates_on_cpu=True,
+            keeps_compiled=True,
         ),
         Provider(
             name="webgpu",
@@ -167,6 +170,7 @@ PROVIDERS: dict[str, Provider] = {
             source="plugin",
             package="onnxruntime-ep-webgpu",
             plugin_module="onnxruntime_ep_webgpu",
+            target="gpu",
             description="any GPU that Vulkan, Direct3D 12 or Metal reaches",
             needs="a GPU with its driver",
             install="pip install 'quantkit-onnx[webgpu]'",
@@ -179,6 +183,7 @@ PROVIDERS: dict[str, Provider] = {
             package="onnxruntime-ep-nv-tensorrt-rtx",
             package_variants=("onnxruntime-ep-nv-tensorrt-rtx-cu13", "onnxruntime-ep-nv-tensorrt-rtx-cu12"),
             plugin_module="onnxruntime_ep_nv_tensorrt_rtx",
+            target="gpu",
             description="NVIDIA RTX GPUs through TensorRT for RTX, engines built on the machine",
             needs="an NVIDIA RTX GPU (Ampere or later), its driver, and plain onnxruntime >= 1.24",
             install="pip install onnxruntime-ep-nv-tensorrt-rtx",
@@ -188,39 +193,18 @@ PROVIDERS: dict[str, Provider] = {
 }
 
 
-def available_providers() -> tuple[ProviderStatus, ...]:
-    """The status of every row of `PROVIDERS`, in its order; nothing that fails here raises."""
-    try:
-        import onnxruntime  # noqa: PLC0415 - heavy
-
-        built_in = tuple(onnxruntime.get_available_providers())
-    except Exception as error:  # a damaged wheel can fail in any way
-        reason = f"onnxruntime does not import ({one_line(error)}): pip install --force-reinstall onnxruntime"
-        return tuple(
-            ProviderStatus(name=name, usable=False, installed=False, why_not=reason) for name in PROVIDERS
-        )
-    return tuple(_status(provider, onnxruntime, built_in) for provider in PROVIDERS.values())
-
-
-def provider_status(name: str) -> ProviderStatus:
-    """The status of one row alone, so that no other vendor's library is loaded."""
-    try:
-        import onnxruntime  # noqa: PLC0415 - heavy
-
-        return _status(PROVIDERS[name], onnxruntime, tuple(onnxruntime.get_available_providers()))
-    except Exception as error:  # a damaged wheel can fail in any way
-        return ProviderStatus(name=name, usable=False, installed=False, why_not=one_line(error))
-
-
-def open_on(provider: Provider, path: str, options: Any) -> Any:  # noqa: ANN401 - both are onnxruntime's own
+def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:  # noqa: ANN401 - both are onnxruntime's own
     """A session on one provider; what it does not take falls to the CPU, as onnxruntime does it."""
     import onnxruntime  # noqa: PLC0415 - heavy
 
     options.enable_mem_pattern = provider.keeps_memory_pattern
-    if provider.source == "plugin" and _installed_version(provider) is not None:
+    if provider.source == "plugin" and installed_version(provider) is not None:
         options.add_provider_for_devices([chosen_device(provider)], dict(provider.session_options))
         return onnxruntime.InferenceSession(path, options)
-    chosen = [(provider.onnxruntime_name, dict(provider.wheel_options))]
+    wheel_options = dict(provider.wheel_options)
+    if provider.threads_option and options.intra_op_num_threads:
+        wheel_options[provider.threads_option] = str(options.intra_op_num_threads)
+    chosen = [(provider.onnxruntime_name, wheel_options)]
     session = onnxruntime.InferenceSession(path, options, providers=chosen, enable_fallback=0)
     if provider.onnxruntime_name not in session.get_providers():
         raise RuntimeError(f"a session drops it for the CPU; it needs: {provider.needs}")
@@ -237,100 +221,35 @@ def chosen_device(provider: Provider) -> Any:  # noqa: ANN401 - an untyped OrtEp
     )
 
 
+def version_of(provider: Provider) -> str:
+    """Of the distribution that holds it: the plugin's, else onnxruntime's."""
+    import onnxruntime  # noqa: PLC0415 - heavy
+
+    found = installed_version(provider) if provider.source == "plugin" else None
+    return found or str(onnxruntime.__version__)
+
+
+def device_of(provider: Provider) -> str:
+    """The device that a session gets, by kind, name and numbers; nothing that changes from start to start."""
+    if provider.source != "plugin" or installed_version(provider) is None:
+        return f"{provider.onnxruntime_name} on {platform.machine()}"
+    each = chosen_device(provider)
+    numbers = f"{each.device.vendor_id:#x}:{each.device.device_id:#x}"
+    return f"{device_text(provider, each)} {numbers} on {platform.machine()}"
+
+
 def plugin_devices(provider: Provider) -> list[Any]:
     """The `OrtEpDevice`s of a plugin, registered once per process; an empty list when it cannot be had."""
     import onnxruntime  # noqa: PLC0415 - heavy
 
     assert provider.plugin_module is not None, f"{provider.name} is built-in"
-    if _register_plugin(provider.plugin_module):
+    if register_plugin(provider.plugin_module):
         return []
-    return _devices(provider, onnxruntime)
-
-
-def _status(provider: Provider, onnxruntime: ModuleType, built_in: tuple[str, ...]) -> ProviderStatus:
-    plugin_version = _installed_version(provider) if provider.source == "plugin" else None
-    # The plugin goes first: once it is registered, some versions list it as if it were built in.
-    if plugin_version is not None:
-        return _plugin_status(provider, plugin_version)
-    if provider.onnxruntime_name in built_in:
-        return _built_in_status(provider, onnxruntime)
-    if sys.platform not in provider.platforms:
-        why_not = f"not for {sys.platform}: exists on {', '.join(provider.platforms)}"
-    else:
-        why_not = f"not installed: {provider.install}"
-    return ProviderStatus(name=provider.name, usable=False, installed=False, why_not=why_not)
-
-
-def _built_in_status(provider: Provider, onnxruntime: ModuleType) -> ProviderStatus:
-    """Start a session on it: a wheel lists what it was built with, whether or not a device is there."""
-    printed = _preload_gpu_libraries(provider, onnxruntime)
-    reason = _session_failure(provider, onnxruntime)
-    if not reason:
-        return ProviderStatus(
-            name=provider.name,
-            usable=True,
-            installed=True,
-            devices=tuple(_device_text(provider, device) for device in _devices(provider, onnxruntime)),
-            version=onnxruntime.__version__,
-        )
-    return ProviderStatus(
-        name=provider.name,
-        usable=False,
-        installed=True,
-        version=onnxruntime.__version__,
-        why_not=f"in this onnxruntime, but {printed or reason}; it needs: {provider.needs}",
-    )
-
-
-def _preload_gpu_libraries(provider: Provider, onnxruntime: ModuleType) -> str:
-    """Load CUDA from pip's nvidia packages, which a session needs; returns what could not be loaded."""
-    if provider.name not in ("cuda", "tensorrt") or not hasattr(onnxruntime, "preload_dlls"):
-        return ""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(Exception):
-        onnxruntime.preload_dlls()
-    failures = [line for line in printed.getvalue().splitlines() if line.startswith("Failed to load")]
-    return one_line(failures[0]) if failures else ""
-
-
-def _session_failure(provider: Provider, onnxruntime: ModuleType) -> str:
-    """Why a session does not keep this provider, or an empty string."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    # A provider that fails to load logs through the process-wide logger; the reason is returned instead.
-    onnxruntime.set_default_logger_severity(4)
-    try:
-        session = onnxruntime.InferenceSession(
-            RELU_MODEL, options, providers=[provider.onnxruntime_name], enable_fallback=0
-        )
-    except Exception as error:
-        return one_line(error)
-    finally:
-        onnxruntime.set_default_logger_severity(2)  # onnxruntime's default; it has no getter
-    if provider.onnxruntime_name in session.get_providers():
-        return ""
-    return "a session drops it for the CPU (no device or driver, or its libraries do not load)"
-
-
-def _plugin_status(provider: Provider, version: str) -> ProviderStatus:
-    assert provider.plugin_module is not None
-    devices = tuple(_device_text(provider, device) for device in plugin_devices(provider))
-    if devices:
-        return ProviderStatus(
-            name=provider.name, usable=True, installed=True, devices=devices, version=version
-        )
-    reason = _register_plugin(provider.plugin_module) or "it finds no device"
-    return ProviderStatus(
-        name=provider.name,
-        usable=False,
-        installed=True,
-        version=version,
-        why_not=f"{provider.package} {version} is here, but {reason}; it needs: {provider.needs}",
-    )
+    return devices_of(provider, onnxruntime)
 
 
 @functools.cache
-def _register_plugin(plugin_module: str) -> str:
+def register_plugin(plugin_module: str) -> str:
     """Register a plugin's library with onnxruntime once per process; the reason if that fails."""
     try:
         import onnxruntime  # noqa: PLC0415 - heavy
@@ -345,20 +264,23 @@ def _register_plugin(plugin_module: str) -> str:
     return ""
 
 
-def _devices(provider: Provider, onnxruntime: ModuleType) -> list[Any]:
+def devices_of(provider: Provider, onnxruntime: ModuleType) -> list[Any]:
+    """The `OrtEpDevice`s that onnxruntime lists under its name."""
     if not hasattr(onnxruntime, "get_ep_devices"):  # before 1.23; doctor reports the version itself
         return []
     return [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider.onnxruntime_name]
 
 
-def _device_text(provider: Provider, device: Any) -> str:  # noqa: ANN401 - an untyped OrtEpDevice
+def device_text(provider: Provider, device: Any) -> str:  # noqa: ANN401 - an untyped OrtEpDevice
+    """Its kind and its name."""
     kind = device.device.type.name
     name = device.device.metadata.get("Description") or device.device.vendor or device.ep_vendor
     note = ", emulation" if provider.emulates_on_cpu and kind == "CPU" else ""
     return f"{kind}{note} ({name})"
 
 
-def _installed_version(provider: Provider) -> str | None:
+def installed_version(provider: Provider) -> str | None:
+    """Of the plugin's package, in any of its variants."""
     for package in (*provider.package_variants, provider.package):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)

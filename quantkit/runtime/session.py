@@ -48,13 +48,29 @@ class Decoder:
 
 
 def open_session(
-    path: Path, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
+    path: Path,
+    *,
+    threads: int | None = None,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+    spins: bool = True,
 ) -> onnxruntime.InferenceSession:
-    """A session; a file that onnxruntime refuses is the caller's wrong input."""
+    """A session; a file that onnxruntime refuses is the caller's wrong input.
+
+    Its threads wait for the next run with their hands on the processor, unless another session needs that.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or read_cpu().num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    if not spins:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not path.exists() and (path.parent / "prompt.onnx").exists():
+        raise InputError(
+            "these are graphs of fixed shapes, which this cannot run",
+            where=str(path.parent),
+            allowed="generate, eval, bench, report, compare and package",
+            next_step="quantize with --target cpu for anything else",
+        )
     if not path.exists():
         raise InputError(
             "no such file",
@@ -84,7 +100,7 @@ def open_decoder(folder: Path, *, threads: int | None = None, context: int | Non
         raise InputError(
             "not a model that generates text (no logits, or no input_ids)",
             where=str(path),
-            next_step="'quantkit generate' wants a decoder",
+            next_step="give 'quantkit generate' a decoder; 'quantkit package' brings an encoder's runner",
         )
     decoder = decoder_of(session)
     return decoder if context is None else dataclasses.replace(decoder, context=context)

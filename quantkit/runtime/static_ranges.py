@@ -6,6 +6,7 @@ Only minima, maxima and the least peak are kept, window by window: memory does n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,19 @@ Ranges = dict[str, tuple[float, float, float]]
 
 
 def observe_ranges(
-    model: bytes, names: Sequence[str], windows: Iterable[Mapping[str, NDArray[Any]]], *, threads: int = 0
+    model: bytes | Path,
+    names: Sequence[str],
+    windows: Iterable[Mapping[str, NDArray[Any]]],
+    *,
+    threads: int = 0,
 ) -> Ranges:
     """The range of each named output over all windows."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    graph = str(model) if isinstance(model, Path) else model
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     seen: Ranges = {}
     for window in windows:
         for name, values in zip(names, session.run(list(names), dict(window)), strict=True):

@@ -1,15 +1,17 @@
 """A decoder of two static graphs, run on any provider: one reads a prompt, the other a token at a time.
 
 The host keeps the cache: it copies what each run gives for its own tokens to their places in arrays of fixed
-length, in whatever type the graphs give. Compiling a graph for an NPU takes long, so a provider may leave its
-result in a file (`compile_to`), from which later sessions start.
-EPContext: https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
+length, in whatever type the graphs give. What a provider compiled is kept for later sessions (`compiled.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.runtime import compiled
 from quantkit.runtime.doctor import read_cpu
+from quantkit.runtime.generate import Sampling, check_prompts, check_sampling, continue_rows
+from quantkit.runtime.provider_status import provider_status
 from quantkit.runtime.providers import PROVIDERS, open_on
 
 Ints = NDArray[np.int64]
@@ -30,6 +35,10 @@ TYPES: dict[str, Any] = {
     "tensor(int32)": np.int32,
 }
 PAST, PRESENT = "past_key_values.", "present."
+PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"
+# The CPU has no products of 16-bit codes: it makes floats of weights in every run, unless told to do it once.
+FOLDED_WEIGHTS = ("session.disable_quant_qdq", "1")
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +49,14 @@ class StaticDecoder:
     decode: onnxruntime.InferenceSession
     num_prompt: int  # tokens that a prompt can have
     num_past: int  # tokens that the cache can hold
+    vocab_size: int = 0
+    folder: Path | None = None  # where its files lie
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        return self.num_past + 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,25 +73,34 @@ def open_static_session(
     *,
     provider: str = "cpu",
     is_strict: bool = True,
-    compile_to: Path | None = None,
     threads: int | None = None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> onnxruntime.InferenceSession:
     """A session on one provider; with `is_strict`, none in which any node fell back to the CPU.
 
-    `compile_to` is where a provider's compiled form of the graph is written, to be opened like a model.
+    A provider that compiles graphs starts from what it kept of the last time; `say` is told where that does
+    not fit any more.
     """
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    settings.intra_op_num_threads = threads or read_cpu().num_threads
-    if is_strict and provider != "cpu":
-        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    if compile_to is not None:
-        settings.add_session_config_entry("ep.context_enable", "1")
-        settings.add_session_config_entry("ep.context_embed_mode", "1")
-        settings.add_session_config_entry("ep.context_file_path", str(compile_to))
+
+    def options() -> onnxruntime.SessionOptions:
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 4
+        settings.intra_op_num_threads = threads or read_cpu().num_threads
+        if provider == "cpu":
+            settings.add_session_config_entry(*FOLDED_WEIGHTS)
+        elif is_strict:
+            settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        return settings
+
     session: onnxruntime.InferenceSession
     try:
-        session = open_on(PROVIDERS[provider], str(model), settings)
+        if PROVIDERS[provider].keeps_compiled:
+            started = compiled.start(PROVIDERS[provider], model, options)
+            session = started.session
+            if started.said:
+                say(started.said)
+        else:
+            session = open_on(PROVIDERS[provider], str(model), options())
     except Exception as error:  # onnxruntime's own exceptions share no useful base class
         raise InputError(
             f"provider '{provider}' cannot run all of it ({' '.join(str(error).split())[:300]})",
@@ -84,7 +110,49 @@ def open_static_session(
     return session
 
 
-def join(prompt: onnxruntime.InferenceSession, decode: onnxruntime.InferenceSession) -> StaticDecoder:
+def holds_static(folder: Path) -> bool:
+    """Whether the folder is such a decoder."""
+    return (folder / PROMPT_FILE).exists() and (folder / DECODE_FILE).exists()
+
+
+def open_static_decoder(folder: Path, *, provider: str = "cpu", threads: int | None = None) -> StaticDecoder:
+    """Both graphs of an artifact, on a provider that runs all of them."""
+    if provider not in PROVIDERS:
+        raise InputError(f"no provider '{provider}'", where="--provider", allowed=", ".join(PROVIDERS))
+    with vendors_words_aside():
+        status = provider_status(provider)
+        if not status.usable:
+            raise InputError(
+                f"provider '{provider}': {status.why_not}",
+                where="--provider",
+                next_step="'quantkit doctor' says what this machine has",
+            )
+        prompt, decode = (
+            open_static_session(folder / name, provider=provider, threads=threads)
+            for name in (PROMPT_FILE, DECODE_FILE)
+        )
+    return join(prompt, decode, folder=folder)
+
+
+@contextlib.contextmanager
+def vendors_words_aside() -> Iterator[None]:
+    """Vendors' libraries print when they are loaded; what a caller prints, JSON perhaps, must stay alone."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+
+
+def join(
+    prompt: onnxruntime.InferenceSession,
+    decode: onnxruntime.InferenceSession,
+    *,
+    folder: Path | None = None,
+) -> StaticDecoder:
     """Two sessions as one decoder."""
     sizes = {each.name: each.shape for each in decode.get_inputs()}
     pasts = [shape for name, shape in sizes.items() if name.startswith(PAST)]
@@ -93,7 +161,25 @@ def join(prompt: onnxruntime.InferenceSession, decode: onnxruntime.InferenceSess
         decode=decode,
         num_prompt=_shape(prompt, "input_ids")[1],
         num_past=pasts[0][2],
+        vocab_size=next(each.shape[-1] for each in decode.get_outputs() if each.name == "logits"),
+        folder=folder,
+        metadata=json.loads(prompt.get_modelmeta().custom_metadata_map.get("quantkit", "{}")),
     )
+
+
+def open_raw(graph: bytes, folder: Path, *, threads: int | None = None) -> onnxruntime.InferenceSession:
+    """A graph that lies in no file, on the CPU; its weights are found in the folder."""
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    settings.intra_op_num_threads = threads or read_cpu().num_threads
+    settings.add_session_config_entry(*FOLDED_WEIGHTS)
+    settings.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
+    return onnxruntime.InferenceSession(graph, settings, providers=["CPUExecutionProvider"])
+
+
+def text_logits(session: onnxruntime.InferenceSession, ids: Ints) -> Floats:
+    """Logits of every token of some texts [batch, sequence], by a prompt's graph that gives all of them."""
+    return np.stack([run_prompt(session, row)[0] for row in ids])
 
 
 def _shape(session: onnxruntime.InferenceSession, name: str) -> list[int]:
@@ -119,7 +205,7 @@ def run_prompt(
             f"a prompt of {len(row)} tokens",
             where="prompt",
             allowed=f"1 to {size} tokens: the graph reads that many at once",
-            next_step="shorten the prompt, or export with a longer one",
+            next_step="shorten the prompt, or quantize with a longer --prompt-length",
         )
     filler = (0, size - len(row))
     wanted = {
@@ -157,7 +243,7 @@ def step(state: StaticState, token: int) -> Floats:
             f"{place} tokens before this one",
             where="length",
             allowed=f"up to {decoder.num_past}: the cache holds that many",
-            next_step="ask for fewer new tokens, or export with a longer cache",
+            next_step="ask for fewer new tokens, or quantize with a longer --cache-length",
         )
     # The new token stands behind all places of the cache, filled or not.
     mask = np.append(np.arange(decoder.num_past) < place, True)
@@ -177,10 +263,52 @@ def step(state: StaticState, token: int) -> Floats:
     return logits
 
 
+def begin(decoder: StaticDecoder, ids: Sequence[int] | Ints) -> tuple[StaticState, Floats]:
+    """The same for a prompt of any length: what is longer than the graph follows token by token."""
+    row = np.asarray(ids, np.int64).reshape(-1)
+    state, logits = start(decoder, row[: decoder.num_prompt])
+    for token in row[decoder.num_prompt :]:
+        logits = step(state, int(token))
+    return state, logits
+
+
 def generate(decoder: StaticDecoder, ids: Sequence[int], *, count: int) -> list[int]:
     """The likeliest next token, `count` times."""
-    state, logits = start(decoder, ids)
+    state, logits = begin(decoder, ids)
     made = [int(logits.argmax())]
     while len(made) < count:
         made.append(int(step(state, made[-1]).argmax()))
     return made
+
+
+def generate_static(
+    decoder: StaticDecoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: frozenset[int] = frozenset(),
+) -> Iterator[list[int | None]]:
+    """The next token of every row, step by step; None for a row that has ended. Rows run one by one."""
+    sampling = sampling or Sampling()
+    check_sampling(sampling)
+    check_prompts(prompts, decoder.vocab_size)
+    needed = max(len(prompt) for prompt in prompts) + max_new_tokens
+    if needed > decoder.context:
+        raise InputError(
+            f"{needed} tokens of prompt and answer are more than the cache of the graph holds",
+            where="length",
+            allowed=f"up to {decoder.context} tokens together",
+            next_step="shorten the prompt or ask for less, or quantize with a longer --cache-length",
+        )
+    rows = [begin(decoder, prompt) for prompt in prompts]
+    logits = np.stack([last for _, last in rows])
+
+    def advance(tokens: Ints, is_open: NDArray[np.bool_]) -> Floats:
+        for row in np.flatnonzero(is_open):
+            logits[row] = step(rows[row][0], int(tokens[row]))
+        return logits
+
+    yield from continue_rows(
+        logits, advance, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids
+    )

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.runtime.generate import Sampling, check_prompts, check_sampling, continue_rows
 from quantkit.runtime.session import MODEL_FILE, Decoder, Floats, Ints, open_decoder, open_session
+from quantkit.runtime.static_session import StaticDecoder, holds_static, open_static_decoder
 
 ENCODER_FILE = "encoder_model.onnx"
 FIRST_FILE = "decoder_model.onnx"
@@ -67,17 +68,33 @@ class TracedState:
 
 def holds_model(folder: Path) -> bool:
     """Whether the folder is an exported model and not a checkpoint."""
-    return (folder / MODEL_FILE).exists() or (folder / ENCODER_FILE).exists()
+    return any(each.exists() for each in (folder / MODEL_FILE, folder / ENCODER_FILE)) or holds_static(folder)
 
 
-def open_generator(folder: Path, *, threads: int | None = None) -> Decoder | Traced:
-    """Open whatever continues a text."""
+def open_generator(
+    folder: Path, *, threads: int | None = None, provider: str | None = None
+) -> Decoder | Traced | StaticDecoder:
+    """Open whatever continues a text; only graphs of fixed shapes run on other providers than the CPU."""
+    if holds_static(folder):
+        return open_static_decoder(folder, threads=threads, provider=provider or "cpu")
+    if provider not in (None, "cpu"):
+        raise InputError(
+            f"provider '{provider}'",
+            where="--provider",
+            allowed="cpu, or for graphs of fixed shapes (--target npu) any that runs all of them",
+            next_step="'quantkit bench --provider' times any artifact on any provider",
+        )
     if not (folder / MODEL_FILE).exists() and (folder / ENCODER_FILE).exists():
         return open_traced(folder, threads=threads)
     decoder = open_decoder(folder, threads=threads)
     kind = decoder.metadata.get("kind")
     if kind == "encoder" or not decoder.caches:
-        raise InputError("an encoder writes no text", where=str(folder), allowed="a decoder")
+        raise InputError(
+            "an encoder writes no text",
+            where=str(folder),
+            allowed="a decoder",
+            next_step="'quantkit package' brings a runner that prints what it says of a text",
+        )
     return traced_decoder(decoder.session) if kind == "traced" else decoder
 
 

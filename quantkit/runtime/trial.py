@@ -12,6 +12,8 @@ import numpy as np
 
 from quantkit.runtime.encoder import encode, open_encoder
 from quantkit.runtime.session import open_session, start, step
+from quantkit.runtime.static_session import StaticDecoder, begin
+from quantkit.runtime.static_session import step as step_static
 from quantkit.runtime.traced import Traced, go_on, open_generator, read_prompt
 
 
@@ -29,6 +31,11 @@ def main(arguments: list[str]) -> None:
             traced, _ = read_prompt(model, text)
             for _ in range(int(decode)):
                 go_on(traced, token)
+            return
+        if isinstance(model, StaticDecoder):
+            begun, _ = begin(model, text[0])
+            for _ in range(int(decode)):
+                step_static(begun, 1)
             return
         state = start(model, batch=1, capacity=int(prompt) + int(decode))
         step(state, text)

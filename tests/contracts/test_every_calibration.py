@@ -12,7 +12,11 @@ from quantkit.calibrate import collect
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 
-RUN_WHOLE = {"albert": "more than once", "t5": "does not read what"}
+RUN_WHOLE = {
+    "albert": "more than once",
+    "t5": "does not read what",
+    "quantkit_one_wide": "does not read what",
+}
 CASES = [
     pytest.param(name, {**row.tiny, **variant}, id=f"{name}-{number}")
     for name, row in FAMILIES.items()
@@ -24,7 +28,7 @@ TOKENS = np.random.default_rng(0).integers(5, 60, (5, 20))  # longer than the ti
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_every_input_of_every_family(name, sizes, tmp_path):
     model = build_tiny(FAMILIES[name].tiny_class, sizes, dtype=torch.float64)
-    model_map = map_module(model, name=name)
+    model_map = map_module(model, name=name).at_inference
     live = {stored: newer for newer, stored in FAMILIES[name].names.items() if hasattr(model, newer)}
     modules = {matrix: model.get_submodule(live.get(matrix, matrix)) for matrix in model_map.matrices}
     rows = inputs_of(model, TOKENS, modules)

@@ -152,7 +152,7 @@ def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
     model.save_pretrained(tmp_path / "model")
     exported = export(tmp_path / "model", tmp_path / "out", scheme=scheme)
     assert set(exported.placement.projections) == {
-        layer.name for layer in map_module(model, name=name).layers
+        layer.name for layer in map_module(model, name=name).at_inference.layers
     }
     decoder = open_decoder(tmp_path / "out", threads=1)
     checkpoint = open_checkpoint(tmp_path / "out" / "weights.safetensors")

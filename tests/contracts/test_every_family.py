@@ -110,13 +110,15 @@ class TestEveryFamily:
             for layer in subject.map.layers
         }
         observed = roles_by_flow(subject.model, subject.inputs, projections)
-        assert {layer.name: layer.role.value for layer in subject.map.layers} == observed
+        # What training alone runs reaches nothing here; its own tests look at it in training.
+        expected = {layer.name: layer.role if layer.calls else Role.OTHER for layer in subject.map.layers}
+        assert {name: role.value for name, role in expected.items()} == observed
 
     def test_cross_attention_reads_the_encoder(self, family, variant):
         subject = make_subject(family, variant)
         for layer in subject.map.layers:
             if layer.role in (Role.ATTENTION_KEY, Role.ATTENTION_VALUE):
-                in_decoder = layer.block.startswith("decoder.block")
+                in_decoder = "decoder." in layer.block
                 num_read = subject.calls(layer.matrix)[0][0].shape[1]
                 is_long = num_read == ENCODER_LENGTH
                 assert layer.is_cross_attention == (in_decoder and is_long and subject.map.is_encoder_decoder)
@@ -206,7 +208,10 @@ class TestEveryFamily:
         for block in subject.map.blocks:
             layers = [layer for layer in subject.map.layers if layer.block == block.name]
             out = next(layer for layer in layers if layer.role is Role.ATTENTION_OUT)
-            up = next(layer for layer in layers if layer.role is Role.FFN_UP)
+            up = next((layer for layer in layers if layer.role is Role.FFN_UP), None)
+            if up is None:  # attention alone, or the FFN of another block
+                assert block.ffn is None
+                continue
             name = subject.live.get(out.matrix, out.matrix)
             poisoned = run(subject.model, subject.inputs, poison=(name, channels_of(out)))
             reaches = torch.isnan(poisoned.module_calls[up.matrix][0][0]).any().item()
@@ -221,6 +226,9 @@ class TestEveryFamily:
                 for role in (Role.FFN_GATE, Role.FFN_UP)
                 if role in layers
             }
+            if block.ffn is None:
+                assert not values
+                continue
             curve = CURVES[block.ffn.activation.value]
             up = values[Role.FFN_UP]
             expected = curve(values[Role.FFN_GATE]) * up if block.ffn.kind == "gated" else curve(up)

@@ -9,12 +9,12 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from quantkit.export.targets import TARGETS
+from quantkit.runtime.provider_status import ProviderStatus, available_providers
 from quantkit.runtime.providers import (
     PROVIDERS,
     RELU_MODEL,
     Provider,
-    ProviderStatus,
-    available_providers,
     plugin_devices,
 )
 
@@ -32,6 +32,7 @@ def test_row_states_true_facts(name: str) -> None:
     assert (provider.plugin_module is not None) == (provider.source == "plugin")
     assert set(provider.platforms) <= {"linux", "win32", "darwin"} and provider.platforms
     assert provider.description and provider.needs and provider.install
+    assert provider.target in TARGETS
 
 
 @pytest.mark.parametrize("name", [row.name for row in PROVIDERS.values() if "[" in row.install])
@@ -48,7 +49,10 @@ def test_extra_named_in_the_cure_brings_the_package(name: str) -> None:
     assert any(line.startswith(provider.package) for line in brought), brought
 
 
-@pytest.mark.parametrize("name", PROVIDERS)
+MARKS = {"qnn": pytest.mark.qnn}  # run where an environment was made for it
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in PROVIDERS])
 def test_provider_computes(name: str, statuses: dict[str, ProviderStatus]) -> None:
     status = statuses[name]
     if not status.usable:

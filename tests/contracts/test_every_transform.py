@@ -38,10 +38,18 @@ NOT_ROTATED = {
     ("distilbert", 0): "post-norm",
     ("albert", 0): "post-norm",
     ("albert", 1): "post-norm",
+    ("quantkit_reference", 2): "post-norm",
+    ("quantkit_reference", 3): "sandwich",
+    ("quantkit_one_wide", 0): "shared",
+    ("quantkit_one_wide", 2): "shared",
+    ("ws_ffn", 1): "post-norm",
+    ("ws_ffn", 2): "sandwich",
 }
 FORBIDDEN = {
     **{("hadamard", *case): reason for case, reason in NOT_ROTATED.items()},
     ("fold", "opt", 1): "post-norm",
+    ("fold", "quantkit_reference", 2): "post-norm",
+    ("fold", "ws_ffn", 1): "post-norm",
 }
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import transformers
 from doubles import logits_of, make_subject, subject
 from exporting import error
 
 from quantkit.errors import InputError
 from quantkit.model.families import FAMILIES
+from quantkit.model.load import model_class
 from quantkit.model.rebuild import torch_model, write_folder
 from quantkit.transforms import TRANSFORMS
 
@@ -68,7 +68,7 @@ def test_a_written_folder_is_the_changed_model(family, name, tmp_path):
     model_map, tensors = TRANSFORMS[name].apply(given.map, given.tensors)
     written = write_folder(given.source, model_map, tensors, tmp_path / "changed")
     row = FAMILIES[family]
-    model = getattr(transformers, row.tiny_class).from_pretrained(written.folder, dtype=torch.float64).eval()
+    model = model_class(row.tiny_class).from_pretrained(written.folder, dtype=torch.float64).eval()
     assert error(logits_of(model), given.logits).relative < 1e-4
     stored = model.state_dict()
     other = torch_model(given.source, given.map, given.tensors).state_dict()

@@ -12,7 +12,7 @@ from exporting import NOTHING, export
 from quantkit.checkpoint import open_checkpoint
 from quantkit.export.emit_static import StaticShape, emit_static
 from quantkit.export.graph import save
-from quantkit.export.quantize_static import Bits, quantize_static, with_all_values
+from quantkit.export.quantize_static import Bits, quantize_static, showing_values
 from quantkit.export.targets import Target
 from quantkit.model.inspect import inspect
 from quantkit.runtime.static_ranges import observe_ranges
@@ -61,12 +61,16 @@ def emit_both(
 
 def round_both(graphs: Graphs, windows: np.ndarray, bits: Bits) -> Graphs:
     """The same graphs in integers, calibrated on windows [number, prompt]."""
-    raw, names = with_all_values(graphs.whole)
+    opened, names = showing_values(graphs.whole)
+    save(opened, graphs.folder / "values.onnx")
     shown = np.ones((1, windows.shape[1]), np.int32)
     feeds = [{"input_ids": row[None].astype(np.int32), "attention_mask": shown} for row in windows]
-    ranges = observe_ranges(raw, names, feeds, threads=1)
+    ranges = observe_ranges(graphs.folder / "values.onnx", names, feeds, threads=1)
     return Graphs(
         graphs.folder,
-        {kind: quantize_static(model, ranges, bits) for kind, model in graphs.models.items()},
+        {
+            kind: quantize_static(model, ranges, bits, kept_in=graphs.folder)
+            for kind, model in graphs.models.items()
+        },
         graphs.whole,
     )

@@ -16,7 +16,9 @@ from quantkit.export.emit_static import StaticShape, why_not_static
 from quantkit.export.quantize_static import Bits, ValueGrid
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
+from quantkit.recipe import Recipe, override
 from quantkit.runtime.static_session import generate, join, open_static_session, run_prompt, start, step
+from quantkit.static_stages import settle
 
 CASES = decoder_cases()
 PROMPT, PAST, GIVEN = 12, 30, 10
@@ -88,7 +90,10 @@ def test_stored_codes_are_handed_over_as_they_are(tmp_path):
         tmp_path / "model", tmp_path / "out", prompt=PROMPT, past=PAST, min_dim=1, scheme="int8_channel"
     )
     before, after = (
-        {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+        {
+            each.name: onnx.numpy_helper.to_array(each, base_dir=str(graphs.folder))
+            for each in model.graph.initializer
+        }
         for model in (graphs.models["prompt"], round_both(graphs, WINDOWS, Bits()).models["prompt"])
     )
     name = next(each.removesuffix(".codes_IO") for each in before if each.endswith("c_attn.codes_IO"))
@@ -163,3 +168,40 @@ def test_a_grid_reaches_its_ends_and_knows_zero(low, width, bits, seed):
     back = (grid.codes(values).astype(np.float64) - grid.zero) * grid.scale
     assert np.abs(back - values).max() <= grid.scale * 1.001  # half a step, and at the ends half of one more
     assert grid.codes(np.zeros(1, np.float32))[0] == grid.zero
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1e-14])
+@pytest.mark.parametrize("scheme", ["int8_channel", None])
+def test_a_bias_beside_weights_of_nearly_nothing_is_kept(scheme, size, tmp_path):
+    """Its grid is that of its products' sums: stored weights get a coarser one where it has no code."""
+    torch.manual_seed(0)
+    model = build_tiny("GPT2LMHeadModel", FAMILIES["gpt2"].tiny)
+    for block in model.transformer.h:
+        block.mlp.c_fc.weight.data[:, 0] *= size
+        block.mlp.c_fc.bias.data[0] = 3.0
+    model.save_pretrained(tmp_path / "model")
+    options = {"min_dim": 1, "scheme": scheme} if scheme else {}
+    graphs = emit_both(tmp_path / "model", tmp_path / "out", prompt=PROMPT, past=PAST, **options)
+    decoder = opened(round_both(graphs, WINDOWS, Bits()).save("integers"))
+    made = run_prompt(decoder.prompt, WINDOWS[0])[0]
+    with torch.inference_mode():
+        wanted = model(input_ids=torch.from_numpy(WINDOWS[:1])).logits[0].numpy()
+    assert error(made, wanted).relative < 0.03
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral", "gemma3", "phi3"])
+@pytest.mark.parametrize("asked", [{}, {"prompt": 3}, {"prompt": 3, "cache": 5}], ids=str)
+def test_sizes_that_nobody_typed_fit_the_model(name, asked, tmp_path):
+    build_tiny(FAMILIES[name].tiny_class, FAMILIES[name].tiny).save_pretrained(tmp_path)
+    model_map = inspect(str(tmp_path))
+    made = settle(
+        override(Recipe(target="npu"), {f"static.{key}": size for key, size in asked.items()}), model_map
+    )
+    assert made.scheme == "int8_static16"
+    sizes = made.static.model_dump()
+    assert {**sizes, **asked} == sizes
+    assert 2 <= sizes["prompt"] <= sizes["cache"]
+    assert why_not_static(model_map, StaticShape(tokens=sizes["prompt"])) is None
+    assert why_not_static(model_map, StaticShape(tokens=1, past=sizes["cache"])) is None
+    if not asked:  # and one more token would not fit
+        assert why_not_static(model_map, StaticShape(tokens=1, past=sizes["cache"] + 1)) is not None

@@ -54,14 +54,13 @@ def test_the_bundled_model(tmp_path):
     graphs = emit_both(DEMO, tmp_path / "out", prompt=PROMPT, past=PAST)
     floats = join(*(open_static_session(path) for path in graphs.save("float").values()))
     paths = round_both(graphs, windows, Bits()).save("integers")
-    cached = tmp_path / "prompt_context.onnx"
-    open_static_session(paths["prompt"], provider="qnn", compile_to=cached)
+    open_static_session(paths["decode"], provider="qnn")  # loads the library, which no later start does
     started = time.perf_counter()
     open_static_session(paths["prompt"], provider="qnn")
     compiled = time.perf_counter()
-    prompt = open_static_session(cached, provider="qnn")
+    prompt = open_static_session(paths["prompt"], provider="qnn")
     opened = time.perf_counter()
-    assert compiled - started > 3 * (opened - compiled)  # the cache saves most of the start
+    assert compiled - started > 5 * (opened - compiled)  # what was compiled is kept
     npu = join(prompt, open_static_session(paths["decode"], provider="qnn"))
     ids = np.array(text.encode((DEMO / "evaluation.txt").read_text(encoding="utf-8"))[:PROMPT])
     made, wanted = (run_prompt(each.prompt, ids)[0] for each in (npu, floats))

@@ -48,11 +48,13 @@ def document(*, strict: bool) -> dict:
         unplaced=LEFT,
     )
     accuracy = ProviderAccuracy(
-        reference="demo in float32", max_relative_logit_error=0.017, top1_agreement=0.98, num_tokens=256
-    )
+        reference="demo in float32", max_relative_logit_error=0.017, top1_agreement=0.98, num_tokens=256,
+        kl_divergence=0.00123, perplexity_ratio=1.0023,
+    )  # fmt: skip
     runs = (
         ProviderRun(
             provider="qnn", outcome="partly", why_not="died", cure="update", start_ms=12.0, prompt_length=64,
+            library_ms=200.0, start_again_ms=2.0, compile_ms=10.0,
             prefill=TIMING, placement=placement, accuracy=accuracy, notes=("timing it: no",),
         ),
         ProviderRun(provider="cuda", outcome="failed", why_not="not installed", cure="pip install it"),
@@ -69,11 +71,22 @@ def document(*, strict: bool) -> dict:
 
 def test_the_page_shows_every_row_and_groups_what_was_left() -> None:
     page = providers_page(document(strict=True))
-    speed, shares, left, failed = page.tables
+    speed, accuracy, shares, left, failed = page.tables
     assert speed.rows == (
-        ("qnn", "partly", "12.0", "4.00", "-", "-", "1.70%", "98.0%"),
+        ("qnn", "partly", "200", "12.0", "2.00", "4.00", "-", "-"),
         ("cuda", "failed", "-", "-", "-", "-", "-", "-"),
     )
+    assert accuracy.title == "Accuracy beside demo in float32"
+    assert accuracy.columns == (
+        "provider",
+        "tokens",
+        "perplexity",
+        "KL, nats",
+        "greatest error",
+        "same top-1",
+    )
+    assert accuracy.rows == (("qnn", "256", "x 1.0023", "0.00123", "1.70%", "98.0%"),)
+    assert any("qnn: starts 6.0 times faster" in line for line in page.foot)
     assert shares.rows == (
         ("qnn", "█" * 19 + "░", "93.0%", "5 of 10", "-"),
         ("cuda", "░" * 20, "-", "-", "-"),
@@ -86,6 +99,26 @@ def test_the_page_shows_every_row_and_groups_what_was_left() -> None:
         "cuda did not run the model: not installed",
     )
     assert providers_page(document(strict=False)).alarms == ()
+
+
+def test_an_encoder_is_judged_by_where_its_states_point() -> None:
+    accuracy = ProviderAccuracy(
+        reference="bert in float32", max_relative_logit_error=0.01, top1_agreement=0.2, num_tokens=64,
+        lowest_cosine=0.99951,
+    )  # fmt: skip
+    run = ProviderRun(provider="cpu", outcome="ran", accuracy=accuracy)
+    environment = Environment(processor="p", num_cores=2, python="3", platform="l", versions={})
+    made = providers_json(
+        artifact={"artifact": "out", "model": "m", "scheme": "s"},
+        runs=(run,),
+        threads=1,
+        environment=environment,
+        strict=False,
+        notes=(),
+    )
+    table = providers_page(made).tables[1]
+    assert table.columns == ("provider", "tokens", "lowest cosine", "greatest error")
+    assert table.rows == (("cpu", "64", "0.99951", "1.00%"),)
 
 
 @pytest.mark.parametrize(

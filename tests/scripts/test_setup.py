@@ -25,7 +25,10 @@ case "$*" in
     "-m venv --without-pip .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
     "-m ensurepip") exit "${FAKE_NO_ENSUREPIP:-0}" ;;
     "-m pip --version") test -e .venv/has-pip || test -z "${FAKE_NO_PIP:-}" ;;
-    *"--target"*) test -z "${FAKE_OVERLAY_FAILS:-}" && mkdir -p .venv-transformers5/transformers ;;
+    *"--target .venv-transformers5"*)
+        test -z "${FAKE_OVERLAY_FAILS:-}" && mkdir -p .venv-transformers5/transformers ;;
+    *"--target .venv-qnn"*)
+        mkdir -p .venv-qnn/half; echo "no matching distribution"; test -z "${FAKE_QNN_FAILS:-}" ;;
     *"install"*"torch=="*) echo "some output of pip"; test -z "${FAKE_TORCH_FAILS:-}" ;;
     *"install"*) ;;
 esac
@@ -99,6 +102,34 @@ def test_a_failed_overlay_is_done_again(machine: Machine) -> None:
     assert machine.setup("transformers5", FAKE_OVERLAY_FAILS="1").returncode == 1
     assert machine.setup("transformers5").returncode == 0
     assert machine.installs() == ["--target .venv-transformers5 transformers>=5,<6"]
+
+
+def test_the_providers_overlay_is_installed_once_alone_and_outlives_other_changes(machine: Machine) -> None:
+    machine.setup()
+    assert machine.setup("transformers5", "qnn").returncode == 0
+    assert machine.installs()[1:] == [
+        "--retries 1 --no-deps --target .venv-qnn onnxruntime-qnn>=2.7,<3",
+    ]
+    with (machine.folder / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    machine.setup("qnn")
+    assert not any("qnn" in line for line in machine.installs())
+
+
+def test_a_provider_that_cannot_be_had_is_said_and_no_failure(machine: Machine) -> None:
+    machine.setup()
+    done = machine.setup("qnn", FAKE_QNN_FAILS="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "tests on Qualcomm's provider will be skipped" in done.stdout.splitlines()[-1]
+    assert not (machine.folder / ".venv-qnn").exists()
+    machine.setup("qnn")  # and it is tried again
+    assert (machine.folder / ".venv-qnn").exists()
+
+
+def test_an_unknown_part_is_one_clear_line(machine: Machine) -> None:
+    refused = machine.setup("cuda")
+    assert refused.returncode == 2
+    assert refused.stderr == "setup: no 'cuda'; allowed: transformers5, qnn\n"
 
 
 def test_changed_requirements_are_installed_again(machine: Machine) -> None:
