@@ -70,12 +70,12 @@ def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
         lock.close()
 
 
-def claim(folder: Path) -> Path:
+def claim(folder: Path, *, locks: Path) -> Path:
     """`folder` until this process ends; one of its own beside it while another process has that."""
     if LOCKS is None or folder in HELD:
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = (folder / ".lock").open("w", encoding="utf-8")
+    locks.mkdir(parents=True, exist_ok=True)
+    handle = (locks / f"{folder.name}.lock").open("w", encoding="utf-8")
     try:
         LOCKS.flock(handle, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
     except OSError:

@@ -7,6 +7,7 @@ asked for: plain rounding with ranges found at run time needs no calibration at 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -158,6 +159,8 @@ def discard(prepared: Prepared) -> None:
     """Remove statistics that nobody asked to keep."""
     for folder in prepared.unused:
         shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others of this model may lie beside it
+            folder.parent.rmdir()
 
 
 def wants_of(job: Job, model_map: ModelMap) -> dict[str, frozenset[str]]:
@@ -328,7 +331,7 @@ def _statistics_folder(job: Job, made: Prepared, step: str) -> Path:
     settings = [place, job.recipe.model_dump(include={"calibration", "transforms", "fit", "select", "seed"})]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     name = f"{made.model_map.name.replace('/', '--')}-{digest}"
-    return claim(cache_folder() / "statistics" / name) / step
+    return claim(cache_folder() / "statistics" / name, locks=cache_folder() / "locks") / step
 
 
 def held_back(num_windows: int) -> int:
