@@ -115,7 +115,7 @@ def test_in_blocks_it_is_as_accurate_as_unprotected(name, sizes, tmp_path):
     made = client.logits(whole_text(host.decoder, features)[0])
     assert 0 < error(made, original).relative < 0.1
     assert np.abs(made - original).mean() < 1.5 * np.abs(whole - original).mean()
-    # Token by token through the cache it says what it says at once, but for codes that sums in another order turn.
+    # Token by token through the cache it says what it says at once; sums in another order turn few codes.
     number, steps = host.open(IDS.shape[1]), []
     steps.append(host.advance(number, features[0, :8]))
     steps += [host.advance(number, features[0, place : place + 1]) for place in range(8, IDS.shape[1])]
