@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.grid import decode, from_bytes
-from quantkit.records import READ_NO_NORM, Role, Rows
+from quantkit.records import Role, Rows
 from quantkit.schemes import Format, Grid
 from quantkit.tensor_records import Checkpoint
 
@@ -135,7 +135,7 @@ def rounding_of(chosen: Format, role: Role, fixed: tuple[float, int] | None) -> 
         return partial(round_static, scale=fixed[0], zero=fixed[1], bits=chosen.input_bits)
     if chosen.grid.block:
         return partial(round_blocks, block=chosen.grid.block)
-    return round_tokens if chosen.activations == "token" and role in READ_NO_NORM else round_tensor
+    return round_tokens if chosen.scales_tokens(role) else round_tensor
 
 
 def round_static(x: Tensor, *, scale: float, zero: int, bits: int) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quantkit.errors import InputError
+from quantkit.records import READ_NO_NORM, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +53,9 @@ class Format:
     """What the numbers of one projection are: its weights on a grid, and which inputs share a scale."""
 
     grid: Grid
-    # "block", "token", "tensor"; from calibration "static8", "static16", or "graph8", "graph16" where each
-    # value of the graph has a range of its own; "float" where the runtime rounds, or nobody does
+    # "block", "token", "tensor", "mixed" of the last two; from calibration "static8", "static16", or
+    # "graph8", "graph16" where each value of the graph has a range of its own; "float" where the runtime
+    # rounds, or nobody does
     activations: str
 
     @property
@@ -65,6 +67,10 @@ class Format:
     def is_static(self) -> bool:
         """Whether calibration says what range the input has."""
         return self.activations.startswith("static")
+
+    def scales_tokens(self, role: Role) -> bool:
+        """Whether inputs have a scale for each token where this role reads them."""
+        return self.activations == "token" or (self.activations == "mixed" and role in READ_NO_NORM)
 
 
 def in_blocks(block: int, *, bits: int = 8, is_symmetric: bool = True) -> Format:
@@ -113,9 +119,10 @@ SCHEMES: dict[str, Scheme] = {
         "tensor",
         "INT8 weights, one scale a row; one activation scale a tensor: fast prompts, inaccurate",
     ),
-    "int8_token": _channels(
-        "token", "INT8 weights, one scale a row; inputs that no norm precedes are scaled by token"
+    "int8_mixed": _channels(
+        "mixed", "INT8 weights, one scale a row; inputs that no norm precedes are scaled by token"
     ),
+    "int8_token": _channels("token", "INT8 weights, one scale a row; every input is scaled by token"),
     "int8_static16": _channels(
         "static16", "INT8 weights, one scale a row; 16-bit activations in ranges from calibration: for NPUs"
     ),
@@ -136,7 +143,7 @@ AUTO = "auto"
 # operator for per-channel weights is twice as fast.
 DEFAULT_SCHEMES: dict[str, str] = {
     "decoder": "int8_block64",
-    "encoder": "int8_token",
+    "encoder": "int8_mixed",
     "traced": "int8_block128",
 }
 

@@ -36,6 +36,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "INT8 block 128, smoothed": {"scheme": "int8_block128", **SMOOTH},
     "INT8 channel, by tensor": {"scheme": "int8_channel", **PLAIN},
     "INT8 channel, by tensor, smoothed": {"scheme": "int8_channel", **SMOOTH},
+    "INT8 channel, mixed": {"scheme": "int8_mixed", **PLAIN},
     "INT8 channel, by token": {"scheme": "int8_token", **PLAIN},
     "INT8 channel, by token, smoothed": {"scheme": "int8_token", **SMOOTH},
     "INT8 channel, static 16": {"scheme": "int8_static16", **PLAIN},

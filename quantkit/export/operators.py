@@ -15,7 +15,7 @@ from onnx import TensorProto
 from quantkit.errors import InputError
 from quantkit.export.graph import CONTRIB, Graph
 from quantkit.grid import middle
-from quantkit.records import READ_NO_NORM, Activation, Norm, NormKind
+from quantkit.records import Activation, Norm, NormKind
 from quantkit.tensor_records import Contents, Pack, TableEntry
 
 INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
@@ -39,7 +39,7 @@ def matmul(graph: Graph, pack: Pack, x: str) -> str:
     if pack.format.is_static:
         return _static(graph, pack, x, bias)
     if grid.block is None:
-        by_token = pack.format.activations == "token" and pack.layers[0].role in READ_NO_NORM
+        by_token = pack.format.scales_tokens(pack.layers[0].role)
         return _row_scaled(graph, pack, x, bias) if by_token else _per_channel(graph, pack, x, bias)
     return graph.op(
         "MatMulNBits",

@@ -27,7 +27,7 @@ from quantkit.auto_size import FLOAT, Product
 from quantkit.export.graph import Graph, save
 from quantkit.export.operators import matmul
 from quantkit.export.targets import DEFAULT_TARGET, TARGETS
-from quantkit.records import READ_NO_NORM, Layer, Role, Rows
+from quantkit.records import Layer, Role, Rows
 from quantkit.schemes import SCHEMES, Format
 from quantkit.tensor_records import DTYPES, Checkpoint, Pack, Slot, TensorSpec
 
@@ -152,13 +152,15 @@ def _serialized(graph: onnx.GraphProto) -> bytes:
 def format_name(form: Format, role: Role) -> str:
     """What times of a format are kept under: the products of one name are the same operators.
 
-    Inputs are scaled by token only where no norm precedes; elsewhere that format is the plain one.
+    Mixed inputs are scaled by token where no norm precedes, and have one scale elsewhere.
     """
     zeros = "" if form.grid.is_symmetric else "_zeros"
     if form.grid.block is not None:
         return f"int{form.grid.bits}_block{form.grid.block}{zeros}"
-    plain = form.activations == "token" and role not in READ_NO_NORM
-    return f"int{form.grid.bits}_{'tensor' if plain else form.activations}{zeros}"
+    activations = form.activations
+    if activations == "mixed":
+        activations = "token" if form.scales_tokens(role) else "tensor"
+    return f"int{form.grid.bits}_{activations}{zeros}"
 
 
 # Every format that a scheme can give a projection, with a role that it then has.

@@ -62,6 +62,7 @@ ALLOWED_BELOW = {
     ("recipe", "records"),
     ("measurements", "records"),
     ("schemes", "errors"),
+    ("schemes", "records"),
     ("recipe", "schemes"),
 }
 FENCES = {

@@ -142,6 +142,7 @@ def assert_rows_are_what_they_are_alone(decoder, *, decoded_within=0.0):
             ("int8_block64", CASES[:4]),
             ("int8_block128", CASES[:4]),
             ("int8_channel", CASES[:4]),
+            ("int8_mixed", CASES[:2]),
             ("int8_token", CASES[:4]),
         )
         for case in cases

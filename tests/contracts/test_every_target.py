@@ -24,7 +24,7 @@ from quantkit.runtime.session import all_logits, open_decoder
 GPT2 = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
 BERT = {"vocab_size": 61, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT |= {"intermediate_size": 192, "max_position_embeddings": 40}
-MODELS = {"GPT2LMHeadModel": (GPT2, "int8_block32"), "BertModel": (BERT, "int8_token")}
+MODELS = {"GPT2LMHeadModel": (GPT2, "int8_block32"), "BertModel": (BERT, "int8_mixed")}
 IDS = np.random.default_rng(0).integers(0, 61, (2, 24))
 ROWS = [name for name, row in TARGETS.items() if not row.is_static]
 

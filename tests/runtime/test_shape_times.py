@@ -119,7 +119,7 @@ def test_names_tell_apart_what_is_computed_differently():
 
 def test_products_are_those_of_the_exported_graph():
     model_map = inspect("gpt2")
-    scheme = SCHEMES["int8_token"]
+    scheme = SCHEMES["int8_mixed"]
     formats = formats_of(model_map, scheme)
     packs = contents_of(model_map, choose(model_map, min_dim=1 << 62), formats).packs
     products = products_of(packs, formats, prompt_rows=128)
