@@ -284,7 +284,8 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "providers.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     text = page(document)
-    (arguments.output / "providers.md").write_text(text, encoding="utf-8")
+    title = "# Targets and providers\n\nWritten by `scripts/bench_providers.py`.\n\n"
+    (arguments.output / "providers.md").write_text(title + text, encoding="utf-8")
     print(text)
 
 
