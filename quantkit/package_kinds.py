@@ -11,8 +11,7 @@ from pathlib import Path
 
 from quantkit.errors import InputError
 from quantkit.export.written import Written, read_written
-from quantkit.runtime.session import MODEL_FILE
-from quantkit.runtime.static_session import DECODE_FILE, PROMPT_FILE
+from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 
 PACKAGE = Path(__file__).parent
 RUNNER, STATIC_RUNNER = (PACKAGE / "runtime" / name for name in ("on_device.py", "on_device_static.py"))

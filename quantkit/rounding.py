@@ -37,30 +37,23 @@ def round_and_export(
 ) -> Exported:
     """`layers` are the schemes of their own that projections have, "float" among them."""
     recipe = override(job.recipe, {"layers": dict(layers)})
+    options: dict[str, Any] = {
+        "fit": recipe.fit,
+        "keeps_checkpoint": keeps_checkpoint,
+        "adds_biases": recipe.bias_correction,
+        "evidence": prepared.evidence,
+        "losses": losses,
+        "count": count,
+    }
     if TARGETS[recipe.target].is_static:
-        return _static(
-            job,
-            prepared,
-            folder,
-            fit=recipe.fit,
-            keeps_checkpoint=keeps_checkpoint,
-            adds_biases=recipe.bias_correction,
-            evidence=prepared.evidence,
-            losses=losses,
-            count=count,
-        )
+        return _static(job, prepared, folder, **options)
     return write_model(
         prepared.model_map,
         planned(recipe, prepared.model_map),
         prepared.weights,
         folder,
-        fit=recipe.fit,
         layers=recipe.layers,
-        keeps_checkpoint=keeps_checkpoint,
-        adds_biases=recipe.bias_correction,
-        evidence=prepared.evidence,
-        losses=losses,
-        count=count,
+        **options,
         **export_options(job),
     )
 

@@ -31,9 +31,8 @@ from quantkit.quantizers.apply import Evidences
 from quantkit.quantizers.losses import Sums
 from quantkit.recipe import Recipe, Static, override
 from quantkit.records import ModelMap, Plan
-from quantkit.runtime.session import MODEL_FILE
+from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.static_ranges import Ranges, observe_ranges
-from quantkit.runtime.static_session import DECODE_FILE, PROMPT_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
 from quantkit.schemes import AUTO, DEFAULT_STATIC_SCHEME, SCHEMES, static_bits
 from quantkit.stages import (

@@ -14,9 +14,17 @@ from quantkit.evaluate.latency import Runs
 from quantkit.export.shared_weights import with_all_logits
 from quantkit.runtime import static_session
 from quantkit.runtime.encoder import Encoder, encode, open_encoder
-from quantkit.runtime.session import MODEL_FILE, Decoder, State, all_logits, open_decoder, start, step
-from quantkit.runtime.static_session import (
+from quantkit.runtime.session import (
+    MODEL_FILE,
     PROMPT_FILE,
+    Decoder,
+    State,
+    all_logits,
+    open_decoder,
+    start,
+    step,
+)
+from quantkit.runtime.static_session import (
     StaticDecoder,
     StaticState,
     holds_static,

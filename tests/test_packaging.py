@@ -24,6 +24,8 @@ from quantkit.packaging import MANIFEST, pack
 from quantkit.runtime.encoder import encode, open_encoder
 from quantkit.runtime.providers import PROVIDERS, plugin_devices
 
+pytestmark = pytest.mark.once
+
 PROMPTS = ("Once upon a time", "Now is the winter of our discontent made", "O")
 DEMO = Path(__file__).parents[1] / "quantkit" / "assets" / "demo"
 RUNNER_NEEDS = {"onnxruntime", "tokenizers", "numpy"}

@@ -94,15 +94,21 @@ def emit_decoder(
     reason = why_not(model_map)
     if reason:
         raise InputError(f"no fused graph for it: {reason}", where=model_map.name)
-    graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
-    emitter = Decoder(
-        graph=graph,
+    emitter = decoder_parts(model_map, contents, checkpoint, keeps_weights_outside)
+    emitter.build()
+    return emitter.graph.finish(name=model_map.name, target=target, metadata=metadata)
+
+
+def decoder_parts(
+    model_map: ModelMap, contents: Contents, checkpoint: Checkpoint, keeps_weights_outside: bool
+) -> Decoder:
+    """What adds parts of a decoder to an empty graph, as far as the contents hold them."""
+    return Decoder(
+        graph=Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside),
         model_map=model_map,
         contents=contents,
-        norms={(norm.block, norm.place): norm for norm in model_map.norms},
+        norms={(norm.block, norm.place): norm for norm in contents.norms},
     )
-    emitter.build()
-    return graph.finish(name=model_map.name, target=target, metadata=metadata)
 
 
 @dataclass(kw_only=True, slots=True)

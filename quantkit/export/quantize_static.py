@@ -74,12 +74,6 @@ class ValueGrid:
         return np.asarray(np.clip(codes, 0, (1 << self.bits) - 1), f"u{self.bits // 8}")
 
 
-def with_all_values(model: onnx.ModelProto) -> tuple[bytes, tuple[str, ...]]:
-    """The same as `showing_values`, for a graph with all of its weights inside."""
-    opened, names = showing_values(model)
-    return opened.SerializeToString(), names
-
-
 def showing_values(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """(the graph with every computed value as an output, their names): what calibration runs."""
     opened = onnx.ModelProto()

@@ -16,8 +16,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
-from quantkit.export.emit import Decoder, Shared
-from quantkit.export.graph import Graph
+from quantkit.export.emit import Shared, decoder_parts
 from quantkit.export.targets import Target
 from quantkit.records import EmbeddingKind, ModelMap
 from quantkit.tensor_records import Checkpoint, Contents
@@ -40,7 +39,7 @@ def emit_blocks(
     Like logits of a whole decoder, features come out for `num_features` tokens up to each row's last; one,
     where a caller sets nothing.
     """
-    emitter = _decoder(model_map, contents, checkpoint, keeps_weights_outside)
+    emitter = decoder_parts(model_map, contents, checkpoint, keeps_weights_outside)
     graph = emitter.graph
     shape: list[int | str] = ["batch", "sequence", _width(model_map)]
     residual, pending = graph.input(FEATURES, TensorProto.FLOAT, shape), ""
@@ -67,7 +66,7 @@ def emit_embedding(
     metadata: Mapping[str, Any],
 ) -> onnx.ModelProto:
     """Token ids to features, learned positions and all scales included, in this order."""
-    emitter = _decoder(model_map, contents, checkpoint, keeps_weights_outside=True)
+    emitter = decoder_parts(model_map, contents, checkpoint, keeps_weights_outside=True)
     graph = emitter.graph
     ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
     positions = ""
@@ -91,7 +90,7 @@ def emit_head(
     metadata: Mapping[str, Any],
 ) -> onnx.ModelProto:
     """Features in this order to logits, by the last norm and the head."""
-    emitter = _decoder(model_map, contents, checkpoint, keeps_weights_outside=True)
+    emitter = decoder_parts(model_map, contents, checkpoint, keeps_weights_outside=True)
     graph = emitter.graph
     x = graph.input(NEW_FEATURES, TensorProto.FLOAT, ["batch", "sequence", _width(model_map)])
     if order_I is not None:
@@ -99,17 +98,6 @@ def emit_head(
     logits, num_logits = emitter.logits(x, "")
     graph.output(logits, "logits", TensorProto.FLOAT, ["batch", "sequence", num_logits])
     return graph.finish(name="head", target=target, metadata=metadata)
-
-
-def _decoder(
-    model_map: ModelMap, contents: Contents, checkpoint: Checkpoint, keeps_weights_outside: bool
-) -> Decoder:
-    return Decoder(
-        graph=Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside),
-        model_map=model_map,
-        contents=contents,
-        norms={(norm.block, norm.place): norm for norm in contents.norms},
-    )
 
 
 def _only(positions: str) -> Shared:

@@ -87,6 +87,17 @@ CPU_VNNI = Target(
     description="onnxruntime 1.23 or newer on a CPU with VNNI: fused operators, float32 between them",
     machines=X86,
 )
+NPU = Target(
+    opset=23,
+    ir_version=11,
+    domains=(),
+    description="an NPU, or any runtime of standard operators: fixed sizes, every value an 8- or 16-bit "
+    "integer (QDQ); opset 21, or 23 where the model has RMS norms",
+    fused_operators=frozenset(),
+    standard_operators=STATIC,
+    element_types=frozenset({"FLOAT", "INT8", "UINT8", "UINT16", "INT32", "INT64"}),
+    is_static=True,
+)
 TARGETS: dict[str, Target] = {
     "cpu": CPU_VNNI,  # the same under its short name
     "cpu-vnni": CPU_VNNI,
@@ -109,28 +120,16 @@ TARGETS: dict[str, Target] = {
         is_half=True,
         machines=(),
     ),
-    "npu": Target(
-        opset=23,
-        ir_version=11,
-        domains=(),
-        description="an NPU, or any runtime of standard operators: fixed sizes, every value an 8- or 16-bit "
-        "integer (QDQ); opset 21, or 23 where the model has RMS norms",
-        fused_operators=frozenset(),
-        standard_operators=STATIC,
-        element_types=frozenset({"FLOAT", "INT8", "UINT8", "UINT16", "INT32", "INT64"}),
-        is_static=True,
-    ),
-    "openvino": Target(
+    "npu": NPU,
+    "openvino": replace(
+        NPU,
         opset=21,
         ir_version=10,
-        domains=(),
         description="OpenVINO on a CPU, which rounds activations itself: fixed sizes, standard operators, "
         "INT8 weights with one scale a row",
-        fused_operators=frozenset(),
         # Its reader of ONNX files, 2025.4, knows no RMSNormalization yet.
         standard_operators=STATIC - {"RMSNormalization"} | {"ReduceMean", "Sqrt", "Div"},
         element_types=frozenset({"FLOAT", "INT8", "INT32", "INT64"}),
-        is_static=True,
         rounds_values=False,
     ),
 }

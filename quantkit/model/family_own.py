@@ -17,20 +17,27 @@ from quantkit.model.family_spellings import (
 from quantkit.records import NormKind, NormPlacement, PositionKind
 
 READ_NEXT = (*(f">{name}" for name in READ_BY_ATTENTION), LAST)
-WITH_FFN = ByConfig(
-    key="norm_placement",
-    absent="pre",
-    values={
-        "pre": {"attention_norm": READ_BY_ATTENTION, "ffn_norm": READ_BY_FFN},
-        "post": {"attention_norm": READ_BY_FFN, "ffn_norm": READ_NEXT},
-        "sandwich": {
-            "attention_norm": READ_BY_ATTENTION,
-            "attention_output_norm": (),
-            "ffn_norm": READ_BY_FFN,
-            "ffn_output_norm": (),
+
+
+def norms_with(read_by_ffn: tuple[str, ...]) -> ByConfig:
+    """The norms of a block by where they stand, for an FFN that is read by these projections."""
+    return ByConfig(
+        key="norm_placement",
+        absent="pre",
+        values={
+            "pre": {"attention_norm": READ_BY_ATTENTION, "ffn_norm": read_by_ffn},
+            "post": {"attention_norm": read_by_ffn, "ffn_norm": READ_NEXT},
+            "sandwich": {
+                "attention_norm": READ_BY_ATTENTION,
+                "attention_output_norm": (),
+                "ffn_norm": read_by_ffn,
+                "ffn_output_norm": (),
+            },
         },
-    },
-)
+    )
+
+
+WITH_FFN = norms_with(READ_BY_FFN)
 WITHOUT_FFN = ByConfig(
     key="norm_placement",
     absent="pre",

@@ -17,8 +17,15 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, Pre
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from quantkit.errors import InputError
-from quantkit.model.reference import ReferenceAttention, ReferenceConfig, make_ffn, make_norm, waves
+from quantkit.model.reference import (
+    ReferenceAttention,
+    ReferenceConfig,
+    causal,
+    make_ffn,
+    make_norm,
+    refuse,
+    waves,
+)
 
 # Letters as in reference.py; S also counts what the encoder read.
 ENCODER_FFNS = ("shared", "own")
@@ -49,53 +56,34 @@ class OneWideConfig(ReferenceConfig):
         )
         for name, allowed in (("encoder_ffn", ENCODER_FFNS), ("decoder_ffn", DECODER_FFNS)):
             if getattr(self, name) not in allowed:
-                self._refuse(f"{name} is {getattr(self, name)!r}", ", ".join(allowed))
+                refuse(f"{name} is {getattr(self, name)!r}", ", ".join(allowed), where="OneWideConfig")
         if self.norm_placement != "pre":
-            self._refuse(f"norm_placement is {self.norm_placement!r}", "pre")
+            refuse(f"norm_placement is {self.norm_placement!r}", "pre", where="OneWideConfig")
         if self.ffn_kind == "none":
-            self._refuse("ffn_kind is 'none'", "standard, gated")
-
-    def _refuse(self, what: str, allowed: str) -> None:
-        raise InputError(what, where="OneWideConfig", allowed=allowed, next_step="correct config.json")
+            refuse("ffn_kind is 'none'", "standard, gated", where="OneWideConfig")
 
 
-class CrossAttention(nn.Module):
-    """Attention over what the encoder gave, whose keys and values are made once."""
+class CrossAttention(ReferenceAttention):
+    """Attention over what the encoder gave, whose keys and values are made once and have no positions."""
 
-    def __init__(self, config: OneWideConfig, index: int) -> None:
-        """`index` is the layer's place in the cache."""
-        super().__init__()
-        self.index = index
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.num_groups = config.num_attention_heads // config.num_key_value_heads
-        width, kv_width = config.hidden_size, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, width, bias=config.uses_bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=config.uses_bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=config.uses_bias)
-        self.o_proj = nn.Linear(width, width, bias=config.uses_bias)
-
-    def forward(self, x_BTH: Tensor, encoded_BSH: Tensor, hidden_B1S: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
+    def forward(  # type: ignore[override]
+        self,
+        x_BTH: Tensor,
+        encoded_BSH: Tensor,
+        hidden_B1S: Tensor | None,
+        cache: Any,  # noqa: ANN401
+    ) -> Tensor:
         """`cache` is an `EncoderDecoderCache` or None."""
-        query = self._heads(self.q_proj(x_BTH))
+        query = self.heads(self.q_proj(x_BTH))
         if cache is not None and cache.is_updated.get(self.index):
             layer = cache.cross_attention_cache.layers[self.index]
             key, value = layer.keys, layer.values
         else:
-            key, value = self._heads(self.k_proj(encoded_BSH)), self._heads(self.v_proj(encoded_BSH))
+            key, value = self.heads(self.k_proj(encoded_BSH)), self.heads(self.v_proj(encoded_BSH))
             if cache is not None:
                 key, value = cache.cross_attention_cache.update(key, value, self.index)
                 cache.is_updated[self.index] = True
-        key, value = (each.repeat_interleave(self.num_groups, dim=1) for each in (key, value))
-        scores_BNTS = torch.matmul(query, key.transpose(2, 3)) * self.head_dim**-0.5
-        if hidden_B1S is not None:
-            lowest = torch.finfo(scores_BNTS.dtype).min
-            scores_BNTS = scores_BNTS.masked_fill(hidden_B1S[:, None], lowest)
-        attended = torch.matmul(torch.softmax(scores_BNTS, dim=-1), value)
-        y_BTH: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return y_BTH
-
-    def _heads(self, x_BTH: Tensor) -> Tensor:
-        return x_BTH.view(*x_BTH.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return self.attend(query, key, value, hidden_B1S)
 
 
 class EncoderLayer(nn.Module):
@@ -200,11 +188,9 @@ class OneWideDecoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
         """The last hidden states; a cache that is given is written to."""
         x_BTH = self.embed_tokens(input_ids)
         num_seen = cache.self_attention_cache.get_seq_length() if cache is not None else 0
-        steps_T = torch.arange(num_seen, num_seen + x_BTH.shape[1], device=x_BTH.device)
-        keys_S = torch.arange(num_seen + x_BTH.shape[1], device=x_BTH.device)
-        hidden_BTS = (keys_S[None] > steps_T[:, None])[None]
+        steps_1T, hidden_BTS = causal(num_seen, x_BTH.shape[1], x_BTH.device)
         unseen_B1S = None if encoder_mask is None else (encoder_mask == 0)[:, None]
-        turned = waves(self.config, steps_T[None], x_BTH.dtype)
+        turned = waves(self.config, steps_1T, x_BTH.dtype)
         for layer in self.layers:
             x_BTH = layer(x_BTH, *turned, hidden_BTS, encoded_BSH, unseen_B1S, cache)
         y_BTH: Tensor = self.norm(x_BTH)

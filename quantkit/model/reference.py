@@ -10,7 +10,7 @@ https://arxiv.org/abs/2002.04745. Rotary positions: https://arxiv.org/abs/2104.0
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch spells it
@@ -88,23 +88,24 @@ def check(config: ReferenceConfig) -> None:
     for name, values in allowed.items():
         found = getattr(config, name)
         if found not in values:
-            _refuse(f"{name} is {found!r}", ", ".join(values))
+            refuse(f"{name} is {found!r}", ", ".join(values))
     positive = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     for name in (*positive, "num_key_value_heads", "max_position_embeddings"):
         if getattr(config, name) < 1:
-            _refuse(f"{name} is {getattr(config, name)}", "1 or more")
+            refuse(f"{name} is {getattr(config, name)}", "1 or more")
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     if config.hidden_size % heads or (config.hidden_size // heads) % 2:
-        _refuse(
+        refuse(
             f"hidden_size {config.hidden_size} over {heads} heads is no even head size",
             "a hidden_size that is a multiple of twice num_attention_heads",
         )
     if heads % groups:
-        _refuse(f"{heads} heads do not share {groups} heads of keys", "a divisor of num_attention_heads")
+        refuse(f"{heads} heads do not share {groups} heads of keys", "a divisor of num_attention_heads")
 
 
-def _refuse(what: str, allowed: str) -> None:
-    raise InputError(what, where="ReferenceConfig", allowed=allowed, next_step="correct config.json")
+def refuse(what: str, allowed: str, *, where: str = "ReferenceConfig") -> NoReturn:
+    """In one line: what a config cannot say."""
+    raise InputError(what, where=where, allowed=allowed, next_step="correct config.json")
 
 
 class StandardFfn(nn.Module):
@@ -195,17 +196,25 @@ class ReferenceAttention(nn.Module):
         cache: Any = None,  # noqa: ANN401 - any transformers cache
     ) -> Tensor:
         """`hidden_BTS` is true where a token must not look."""
-        shape = (*x_BTH.shape[:2], -1, self.head_dim)
         query, key, value = (
-            projection(x_BTH).view(shape).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            self.heads(projection(x_BTH)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = (turn(each, cosine_BTD, sine_BTD) for each in (query, key))
         if cache is not None:
             key, value = cache.update(key, value, self.index)
+        return self.attend(query, key, value, hidden_BTS)
+
+    def heads(self, x_BTH: Tensor) -> Tensor:
+        """[B, N, T, D]."""
+        return x_BTH.view(*x_BTH.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden_BTS: Tensor | None) -> Tensor:
+        """What every query finds among the keys that it may look at."""
         key, value = (each.repeat_interleave(self.num_groups, dim=1) for each in (key, value))
         scores_BNTS = torch.matmul(query, key.transpose(2, 3)) * self.head_dim**-0.5
-        scores_BNTS = scores_BNTS.masked_fill(hidden_BTS[:, None], torch.finfo(scores_BNTS.dtype).min)
+        if hidden_BTS is not None:
+            lowest = torch.finfo(scores_BNTS.dtype).min
+            scores_BNTS = scores_BNTS.masked_fill(hidden_BTS[:, None], lowest)
         attended = torch.matmul(torch.softmax(scores_BNTS, dim=-1), value)
         y_BTH: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return y_BTH
@@ -225,6 +234,13 @@ def waves(config: Any, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor
     half = positions_BT[..., None].float() / config.rope_theta ** (steps / head_dim)
     angles = torch.cat((half, half), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def causal(num_seen: int, num_new: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(places of the new tokens [1, T], which keys each of them must not look at [1, T, S])."""
+    keys_S = torch.arange(num_seen + num_new, device=device)
+    steps_T = torch.arange(num_seen, num_seen + num_new, device=device)
+    return steps_T[None], (keys_S[None] > steps_T[:, None])[None]
 
 
 class ReferenceBlock(nn.Module):
@@ -296,12 +312,10 @@ class ReferenceModel(ReferencePreTrainedModel):  # type: ignore[no-untyped-call]
         """The last hidden states; a cache that is given is written to."""
         x_BTH = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         num_seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        steps_T = torch.arange(num_seen, num_seen + x_BTH.shape[1], device=x_BTH.device)
-        turned = waves(self.config, steps_T[None] if position_ids is None else position_ids, x_BTH.dtype)
-        keys_S = torch.arange(num_seen + x_BTH.shape[1], device=x_BTH.device)
-        hidden_BTS = (keys_S[None] > steps_T[:, None])[None]
+        steps_1T, hidden_BTS = causal(num_seen, x_BTH.shape[1], x_BTH.device)
+        turned = waves(self.config, steps_1T if position_ids is None else position_ids, x_BTH.dtype)
         if attention_mask is not None:
-            hidden_BTS = hidden_BTS | (attention_mask[:, None, : len(keys_S)] == 0)
+            hidden_BTS = hidden_BTS | (attention_mask[:, None, : hidden_BTS.shape[-1]] == 0)
         for block in self.layers:
             x_BTH = block(x_BTH, *turned, hidden_BTS, past_key_values)
         return x_BTH if self.norm is None else self.norm(x_BTH)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantkit.model.family_own import READ_NEXT, REFERENCE
-from quantkit.model.family_records import ByConfig, Family
-from quantkit.model.family_spellings import DOWN, GATE, LLAMA_ATTENTION, LLAMA_TINY, READ_BY_ATTENTION, UP
+from quantkit.model.family_own import REFERENCE, norms_with
+from quantkit.model.family_records import Family
+from quantkit.model.family_spellings import DOWN, GATE, LLAMA_ATTENTION, LLAMA_TINY, UP
 from quantkit.records import Role
-
-READ_BY_WS_FFN = ("mlp.w3", "mlp.w1")
 
 WS_FFN: Family = replace(
     REFERENCE,
@@ -25,20 +23,7 @@ WS_FFN: Family = replace(
                 "mlp.w2": (DOWN,),
             },
             training_only={"mlp.latent": "num_latent_heads"},
-            norms=ByConfig(
-                key="norm_placement",
-                absent="pre",
-                values={
-                    "pre": {"attention_norm": READ_BY_ATTENTION, "ffn_norm": READ_BY_WS_FFN},
-                    "post": {"attention_norm": READ_BY_WS_FFN, "ffn_norm": READ_NEXT},
-                    "sandwich": {
-                        "attention_norm": READ_BY_ATTENTION,
-                        "attention_output_norm": (),
-                        "ffn_norm": READ_BY_WS_FFN,
-                        "ffn_output_norm": (),
-                    },
-                },
-            ),
+            norms=norms_with(("mlp.w3", "mlp.w1")),
             activation="mlp.activation",
         ),
     ),

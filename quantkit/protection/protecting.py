@@ -22,7 +22,7 @@ from quantkit.export.genai import CONFIG_FILE
 from quantkit.export.graph import save
 from quantkit.export.rotary import context_of
 from quantkit.export.split import Order, emit_blocks, emit_embedding, emit_head
-from quantkit.export.targets import TARGETS, format_on
+from quantkit.export.targets import TARGETS
 from quantkit.model.spaces import require_spaces
 from quantkit.model.tensors import TensorSource
 from quantkit.opening import Opened, job_of, open_model
@@ -37,8 +37,8 @@ from quantkit.report.progress import Progress
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.split_files import CLIENT, EMBEDDING_FILE, HEAD_FILE, HOST
 from quantkit.schemes import SCHEMES
-from quantkit.stages import TRANSPOSED, WEIGHTS_FILE, describe, kind_of, write_companions
-from quantkit.tensor_records import Contents, contents_of, formats_of
+from quantkit.stages import TRANSPOSED, WEIGHTS_FILE, describe, formats_on, kind_of, write_companions
+from quantkit.tensor_records import Contents, contents_of
 from quantkit.transforms.permutation import permute
 from quantkit.transforms.source import TransformedTensors
 
@@ -177,10 +177,8 @@ def in_secret_order(
 
 def contents_for(recipe: Recipe, model_map: ModelMap, plan: Plan) -> Contents:
     """What the whole model would hold."""
-    target, scheme = TARGETS[recipe.target], SCHEMES[recipe.scheme]
-    wanted = formats_of(model_map, scheme, recipe.layers)
-    formats = {name: format_on(target, each) for name, each in wanted.items()}
-    return contents_of(model_map, plan, formats, table_grid=scheme.head.grid)
+    formats = formats_on(model_map, recipe.scheme, recipe.target, recipe.layers)
+    return contents_of(model_map, plan, formats, table_grid=SCHEMES[recipe.scheme].head.grid)
 
 
 def recipe_weights(contents: Contents) -> int:

@@ -80,9 +80,7 @@ def generate(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[list[int | None]]:
     """The next token of every row, step by step; None for a row that has ended."""
-    sampling = sampling or Sampling()
-    check_sampling(sampling)
-    check_prompts(prompts, decoder.vocab_size)
+    sampling = checked(sampling, prompts, decoder.vocab_size)
     longest = max(len(prompt) for prompt in prompts)
     state = start(decoder, batch=len(prompts), capacity=longest + max_new_tokens)
     ids = np.zeros((len(prompts), longest), np.int64)
@@ -99,8 +97,10 @@ def generate(
     )
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Refuse what no model can go on from."""
+def checked(sampling: Sampling | None, prompts: Sequence[Sequence[int]], vocab_size: int) -> Sampling:
+    """How tokens are chosen, greedily by default; what no model can go on from is refused."""
+    sampling = sampling or Sampling()
+    check_sampling(sampling)
     if not prompts or any(not prompt for prompt in prompts):
         raise InputError("an empty prompt gives the model nothing to go on from", where="prompt")
     too_large = max(max(prompt) for prompt in prompts)
@@ -110,6 +110,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
             where="prompt",
             next_step="the tokenizer belongs to another model; copy the one that the checkpoint came with",
         )
+    return sampling
 
 
 def continue_rows(

@@ -27,6 +27,7 @@ from quantkit.runtime.huge_pages import huge_pages
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 MODEL_FILE = "model.onnx"
+PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"  # of a decoder whose shapes are fixed
 CACHE_TYPES: dict[str, Any] = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -64,7 +65,7 @@ def open_session(
     options.log_severity_level = 3
     if not spins:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if not path.exists() and (path.parent / "prompt.onnx").exists():
+    if not path.exists() and (path.parent / PROMPT_FILE).exists():
         raise InputError(
             "these are graphs of fixed shapes, which this cannot run",
             where=str(path.parent),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.generate import Sampling, check_prompts, check_sampling, continue_rows
+from quantkit.runtime.generate import Sampling, checked, continue_rows
 from quantkit.runtime.host_model import FEATURES, NEW_FEATURES, Host
 from quantkit.runtime.session import open_session
 from quantkit.runtime.split_files import CLIENT, EMBEDDING_FILE, HEAD_FILE, Half, read_half
@@ -112,9 +112,7 @@ def generate_split(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[list[int | None]]:
     """The next token of every row, step by step; each row has a session of its own."""
-    sampling = sampling or Sampling()
-    check_sampling(sampling)
-    check_prompts(prompts, client.vocab_size)
+    sampling = checked(sampling, prompts, client.vocab_size)
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     if longest > client.half.context:
         raise InputError(

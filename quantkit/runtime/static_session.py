@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.runtime import compiled
 from quantkit.runtime.doctor import read_cpu
-from quantkit.runtime.generate import Sampling, check_prompts, check_sampling, continue_rows
+from quantkit.runtime.generate import Sampling, checked, continue_rows
 from quantkit.runtime.provider_status import provider_status
 from quantkit.runtime.providers import PROVIDERS, open_on
+from quantkit.runtime.session import DECODE_FILE, PROMPT_FILE
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -35,7 +36,6 @@ TYPES: dict[str, Any] = {
     "tensor(int32)": np.int32,
 }
 PAST, PRESENT = "past_key_values.", "present."
-PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"
 # The CPU has no products of 16-bit codes: it makes floats of weights in every run, unless told to do it once.
 FOLDED_WEIGHTS = ("session.disable_quant_qdq", "1")
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -68,6 +68,15 @@ class StaticState:
     length: int  # places filled
 
 
+def _settings(provider: str, threads: int | None) -> onnxruntime.SessionOptions:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    settings.intra_op_num_threads = threads or read_cpu().num_threads
+    if provider == "cpu":
+        settings.add_session_config_entry(*FOLDED_WEIGHTS)
+    return settings
+
+
 def open_static_session(
     model: Path,
     *,
@@ -83,12 +92,8 @@ def open_static_session(
     """
 
     def options() -> onnxruntime.SessionOptions:
-        settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 4
-        settings.intra_op_num_threads = threads or read_cpu().num_threads
-        if provider == "cpu":
-            settings.add_session_config_entry(*FOLDED_WEIGHTS)
-        elif is_strict:
+        settings = _settings(provider, threads)
+        if provider != "cpu" and is_strict:
             settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         return settings
 
@@ -169,10 +174,7 @@ def join(
 
 def open_raw(graph: bytes, folder: Path, *, threads: int | None = None) -> onnxruntime.InferenceSession:
     """A graph that lies in no file, on the CPU; its weights are found in the folder."""
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    settings.intra_op_num_threads = threads or read_cpu().num_threads
-    settings.add_session_config_entry(*FOLDED_WEIGHTS)
+    settings = _settings("cpu", threads)
     settings.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     return onnxruntime.InferenceSession(graph, settings, providers=["CPUExecutionProvider"])
 
@@ -272,15 +274,6 @@ def begin(decoder: StaticDecoder, ids: Sequence[int] | Ints) -> tuple[StaticStat
     return state, logits
 
 
-def generate(decoder: StaticDecoder, ids: Sequence[int], *, count: int) -> list[int]:
-    """The likeliest next token, `count` times."""
-    state, logits = begin(decoder, ids)
-    made = [int(logits.argmax())]
-    while len(made) < count:
-        made.append(int(step(state, made[-1]).argmax()))
-    return made
-
-
 def generate_static(
     decoder: StaticDecoder,
     prompts: Sequence[Sequence[int]],
@@ -290,9 +283,7 @@ def generate_static(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[list[int | None]]:
     """The next token of every row, step by step; None for a row that has ended. Rows run one by one."""
-    sampling = sampling or Sampling()
-    check_sampling(sampling)
-    check_prompts(prompts, decoder.vocab_size)
+    sampling = checked(sampling, prompts, decoder.vocab_size)
     needed = max(len(prompt) for prompt in prompts) + max_new_tokens
     if needed > decoder.context:
         raise InputError(

@@ -20,7 +20,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.generate import Sampling, check_prompts, check_sampling, continue_rows
+from quantkit.runtime.generate import Sampling, checked, continue_rows
 from quantkit.runtime.session import MODEL_FILE, Decoder, Floats, Ints, open_decoder, open_session
 from quantkit.runtime.static_session import StaticDecoder, holds_static, open_static_decoder
 
@@ -246,9 +246,7 @@ def generate_traced(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[list[int | None]]:
     """The next token of every row, step by step; None for a row that has ended."""
-    sampling = sampling or Sampling()
-    check_sampling(sampling)
-    check_prompts(prompts, model.vocab_size)
+    sampling = checked(sampling, prompts, model.vocab_size)
     _check_lengths(model, prompts, max_new_tokens)
     rows = [read_prompt(model, np.array([prompt], np.int64)) for prompt in prompts]
     states, logits = [state for state, _ in rows], np.concatenate([last for _, last in rows])

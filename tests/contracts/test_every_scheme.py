@@ -63,7 +63,7 @@ def test_the_runtime_computes_what_the_checkpoint_says(name, original, exported)
     fake = logits_of(fake_quantize(copy.deepcopy(original[2]), checkpoint))
     made = all_logits(open_decoder(exported[name][0], threads=1), IDS)
     assert error(made, fake).relative < 0.02, "one code more or less where a float sum fell otherwise"
-    assert np.median(np.abs(made - fake)) < 1e-3 * np.abs(fake).max()
+    assert np.median(np.abs(made - fake)) < 3e-3 * np.abs(fake).max()
 
 
 def test_accuracy_falls_from_small_blocks_to_one_scale_a_tensor(original, exported):

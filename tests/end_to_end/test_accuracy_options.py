@@ -72,6 +72,7 @@ def test_four_bits_are_fitted_with_feedback_and_say_what_that_gained(four_bits):
     assert {grid["bits"] for name, grid in packs.items() if name != "lm_head"} == {4}
 
 
+@pytest.mark.once
 def test_the_recipe_in_the_artifact_reproduces_it_bit_for_bit(four_bits, cache, tmp_path):
     out = four_bits[0]
     ran = quantkit(
@@ -81,6 +82,7 @@ def test_the_recipe_in_the_artifact_reproduces_it_bit_for_bit(four_bits, cache, 
     assert (tmp_path / "again" / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
 
 
+@pytest.mark.once
 def test_statistics_that_were_kept_are_used_again(four_bits, cache, tmp_path):
     kept = four_bits[0].parent / "statistics" / "1-fit" / "index.json"
     before = kept.stat().st_mtime_ns
@@ -117,6 +119,7 @@ def test_layers_may_have_schemes_of_their_own(cache, tmp_path):
     assert said.stdout.startswith("The king")
 
 
+@pytest.mark.once
 def test_a_budget_is_held_on_unseen_text_by_a_smaller_model_than_any_uniform_one(cache, tmp_path):
     out = tmp_path / "out"
     ran = quantkit(
@@ -145,6 +148,7 @@ def test_a_budget_is_held_on_unseen_text_by_a_smaller_model_than_any_uniform_one
     assert (tmp_path / "again" / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
 
 
+@pytest.mark.once
 def test_a_budget_that_cannot_be_held_ends_with_the_best_there_is_and_exit_code_1(cache, tmp_path):
     out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
     recipe.write_text("budget: {max_kl: 1.0e-9, evaluations: 2}\nfit: output\n")
@@ -161,6 +165,7 @@ def test_a_budget_that_cannot_be_held_ends_with_the_best_there_is_and_exit_code_
     }, "what the user left in float, no search takes away"
 
 
+@pytest.mark.once
 def test_a_budget_that_only_floats_hold_says_so(cache, tmp_path):
     out = tmp_path / "out"
     ran = quantkit(
@@ -198,6 +203,7 @@ def test_sensitivity_alone(cache):
         assert 0 < losses["int8_block32"] < losses["int4_block32"]
 
 
+@pytest.mark.once
 def test_an_integer_cache_generates_nearly_the_same(cache, tmp_path):
     for name in ("float32", "int8"):
         ran = quantkit("quantize", "demo", "--cache", name, *SHORT, "-o", tmp_path / name, cache=cache)

@@ -54,12 +54,14 @@ def test_inspect_for_a_person():
     assert result.stderr == ""
 
 
+@pytest.mark.once
 def test_nothing_chosen_is_a_clear_warning_and_no_failure():
     result = quantkit("inspect", "gpt2", "--min-dim", "50258")
     assert result.returncode == 0
     assert "warning: nothing is quantized" in result.stdout
 
 
+@pytest.mark.once
 def test_the_specification_in_every_form():
     document = json.loads(quantkit("inspect", "gpt2", "--spec", "--seq", "1024", "--json").stdout)
     assert document["totals"]["parameters"] == 124_439_808
@@ -73,6 +75,7 @@ def test_the_specification_in_every_form():
     assert "[1, 1024, 768]" in markdown
 
 
+@pytest.mark.once
 def test_a_recipe_and_flags_that_override_it(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("select: {min_dim: 1024, include: [ffn]}\n")
@@ -99,6 +102,7 @@ def test_wrong_min_dim(value):
     assert "whole number from 1 up" in refused("inspect", "gpt2", f"--min-dim={value}")
 
 
+@pytest.mark.once
 def test_wrong_words(tmp_path):
     assert "No such command" in refused("inspekt", "gpt2")
     assert "Missing argument" in refused("inspect")
@@ -110,6 +114,7 @@ def test_wrong_words(tmp_path):
     assert "(1) give a local folder" in refused("inspect", "no-such-model-anywhere")
 
 
+@pytest.mark.once
 def test_this_machine_is_measured_and_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     result = quantkit("inspect", "demo", "--spec", "--device", "this", "--json")

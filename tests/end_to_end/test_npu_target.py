@@ -26,7 +26,7 @@ from quantkit.plan import choose
 from quantkit.runtime.providers import PROVIDERS, plugin_devices
 from quantkit.runtime.static_session import (
     begin,
-    generate,
+    generate_static,
     open_raw,
     open_static_decoder,
     run_prompt,
@@ -321,5 +321,6 @@ def equal_continuations(folder: Path, *, prompts: int, length: int, count: int) 
             whole = model.generate(
                 torch.from_numpy(row[None]), max_new_tokens=count, do_sample=False, eos_token_id=-1
             )
-        equal += whole[0, length:].tolist() == generate(decoder, row.tolist(), count=count)
+        made = [step[0] for step in generate_static(decoder, [row.tolist()], max_new_tokens=count)]
+        equal += whole[0, length:].tolist() == made
     return equal

@@ -17,7 +17,14 @@ from quantkit.export.quantize_static import Bits, ValueGrid
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.recipe import Recipe, override
-from quantkit.runtime.static_session import generate, join, open_static_session, run_prompt, start, step
+from quantkit.runtime.static_session import (
+    generate_static,
+    join,
+    open_static_session,
+    run_prompt,
+    start,
+    step,
+)
 from quantkit.static_stages import settle
 
 CASES = decoder_cases()
@@ -135,7 +142,8 @@ def test_the_cache_ends_and_says_so(tmp_path):
     build("gpt2", FAMILIES["gpt2"].tiny, tmp_path / "model")
     graphs = emit_both(tmp_path / "model", tmp_path / "out", prompt=PROMPT, past=14)
     decoder = opened(graphs.save("float"))
-    assert len(generate(decoder, [1, 2, 3], count=12)) == 12  # 14 in the cache, and one behind it
+    made = list(generate_static(decoder, [[1, 2, 3]], max_new_tokens=12))
+    assert len(made) == 12  # 14 in the cache, and one behind it
     state, _ = start(decoder, IDS[:12])
     for _ in range(3):
         step(state, 1)

@@ -22,7 +22,7 @@ from quantkit.errors import InputError
 from quantkit.export.emit_encoder import HEADS
 from quantkit.export.emit_static_encoder import emit_static_encoder, why_not_static_encoder
 from quantkit.export.graph import save
-from quantkit.export.quantize_static import Bits, quantize_static, with_all_values
+from quantkit.export.quantize_static import Bits, quantize_static, showing_values
 from quantkit.export.targets import Target
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
@@ -109,8 +109,8 @@ def windows(model, batch, length=LENGTH):
 
 
 def ranges_of(model, batch, length=LENGTH):
-    raw, names = with_all_values(model)
-    return observe_ranges(raw, names, windows(model, batch, length), threads=1)
+    opened, names = showing_values(model)
+    return observe_ranges(opened.SerializeToString(), names, windows(model, batch, length), threads=1)
 
 
 def run(encoder, feeds=FEEDS):
