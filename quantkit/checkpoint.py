@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.tensor_records import DTYPES, Checkpoint, Slot, TensorSpec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ALIGNMENT = 64  # of the first tensor, and of every tensor whose size allows: a cache line
 
 

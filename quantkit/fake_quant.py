@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quantkit.grid import decode, from_bytes
+from quantkit.grid import decode, from_bytes, from_halves
 from quantkit.records import Role, Rows
-from quantkit.schemes import Format, Grid
-from quantkit.tensor_records import Checkpoint
+from quantkit.schemes import BITS_IN_HALVES, Format, Grid
+from quantkit.tensor_records import HALVES, Checkpoint
 
 LARGEST_CODE = 127
 NUM_UNSIGNED_STEPS = 255
@@ -80,6 +80,9 @@ def _stored_values(checkpoint: Checkpoint, pack: Mapping[str, Any], columns: int
     name = pack["name"]
     if pack["grid"] is None:
         return np.ascontiguousarray(checkpoint.read(f"{name}.weight_IO").T)
+    if pack["grid"]["bits"] == BITS_IN_HALVES:
+        codes_OI = from_halves(*(checkpoint.read(f"{name}.{half}") for half in HALVES))
+        return np.asarray(codes_OI * checkpoint.read(f"{name}.scales")[:, None], np.float32)
     if pack["grid"]["block"] is None:
         scales, codes_IO = checkpoint.read(f"{name}.scales"), checkpoint.read(f"{name}.codes_IO")
         return np.ascontiguousarray((codes_IO * scales[None, :]).T)

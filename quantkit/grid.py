@@ -1,7 +1,8 @@
 """Integer grids: rounding to them, coming back from them, and the byte layouts that operators read.
 
 Everything is numpy and works on a few rows at a time, so that no caller needs a whole matrix at once.
-Codes are int8 around zero: [-127, 127] at 8 bits and [-8, 7] at 4; a zero point is a code too.
+Codes are int8 around zero: [-127, 127] at 8 bits and [-8, 7] at 4; a zero point is a code too. Those of 16
+bits are int16 until they are stored, as two halves of 8.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.schemes import Grid
+from quantkit.schemes import BITS_IN_HALVES, Grid
 
 Floats = NDArray[np.float32]
-Codes = NDArray[np.int8]
+Codes = NDArray[np.int8]  # int16 on a grid of 16 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,18 @@ def encode(weight_OI: Floats, scales: Floats, grid: Grid, zeros: Codes | None = 
     if zeros is not None:
         codes += zeros[:, :, None]
     np.clip(codes, grid.lowest, grid.largest, out=codes)
-    return codes.astype(np.int8)
+    return codes.astype(np.int16 if grid.bits == BITS_IN_HALVES else np.int8)
+
+
+def halves_of(codes: NDArray[Any]) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """(high, low) of codes of 16 bits: high x 256 + low, each from -128 to 127."""
+    low = codes.astype(np.int8)  # the last eight bits, with a sign
+    return ((codes.astype(np.int32) - low) >> 8).astype(np.int8), low
+
+
+def from_halves(high: NDArray[Any], low: NDArray[Any]) -> NDArray[np.int16]:
+    """The codes of 16 bits."""
+    return np.asarray((high.astype(np.int16) << 8) + low, np.int16)
 
 
 def decode(codes: Codes, scales: Floats, in_features: int, zeros: Codes | None = None) -> Floats:

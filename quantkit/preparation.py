@@ -132,7 +132,7 @@ def prepare(job: Job, model_map: ModelMap, weights: TensorSource) -> Prepared:
 def _with_gradients(job: Job, made: Prepared) -> Prepared:
     """What rounding errors of outputs do to predictions, where the fit makes use of it."""
     model_map = made.model_map
-    layers = weighed(job.recipe, job.formats, job.planned, model_map, any_format=searches(job.recipe))
+    layers = weighed(job.recipe, job.planned, model_map)
     if not layers:
         return made
     folder = _statistics_folder(job, made, f"{len(job.recipe.transforms)}-gradients")

@@ -56,7 +56,7 @@ from quantkit.runtime.session import MODEL_FILE, Decoder, open_decoder
 from quantkit.runtime.static_session import holds_static, open_static_decoder
 from quantkit.runtime.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.traced import holds_model
-from quantkit.stages import SHARED_FILE, WEIGHTS_FILE
+from quantkit.stages import held_bytes
 from quantkit.subjects import (
     SMALLEST_VOCABULARY,
     Model,
@@ -111,9 +111,7 @@ class Opened:
     @property
     def size_bytes(self) -> int:
         """Graph and weights."""
-        beside = (*self.folder.glob(WEIGHTS_FILE), *self.folder.glob(SHARED_FILE))
-        paths = (*self.folder.glob("*.onnx"), *beside)
-        return sum(path.stat().st_size for path in paths)
+        return held_bytes(self.folder, sorted(self.folder.glob("*.onnx")))
 
 
 def open_artifact(folder: Path, changes: Mapping[str, Any]) -> Opened:

@@ -14,12 +14,16 @@ from dataclasses import dataclass, replace
 from quantkit.errors import InputError
 from quantkit.records import READ_NO_NORM, Role
 
+BITS_IN_HALVES = 16
+LARGEST_IN_HALVES = 127 * 256 + 127
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
     """An integer grid: `bits` wide, one scale for each block of inputs, or for each output row.
 
-    A symmetric grid has its zero in the middle; one that is not has a zero point for each scale.
+    A symmetric grid has its zero in the middle; one that is not has a zero point for each scale. A code of 16
+    bits is kept as two of 8, high x 256 + low, since no operator multiplies with wider weights.
     """
 
     bits: int = 8
@@ -28,7 +32,9 @@ class Grid:
 
     @property
     def largest(self) -> int:
-        """The largest code."""
+        """The largest code; of 16 bits the largest whose both halves have a sign of their own."""
+        if self.bits == BITS_IN_HALVES:
+            return LARGEST_IN_HALVES
         return (1 << (self.bits - 1)) - 1
 
     @property

@@ -93,7 +93,8 @@ def replaced(
     undo: list[Callable[[], Any]] = []
     seen = evidence(unit.layers[0])
     fixed = input_grid(unit.name, chosen, seen)
-    fitting = fitting_for(usable(QUANTIZERS[fit], seen), chosen.grid, seen)  # all of a unit read one input
+    quantizer = usable(QUANTIZERS[fit], seen, chosen.grid)
+    fitting = fitting_for(quantizer, chosen.grid, seen)  # all of a unit read one input
     try:
         for layer in unit.layers:
             linear = modules[layer.matrix]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from quantkit.quantizers.losses import Sums
 from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
-from quantkit.schemes import SCHEMES, Format
+from quantkit.schemes import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, formats_of
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -63,8 +63,14 @@ class Exported:
     @property
     def num_bytes(self) -> int:
         """Bytes of the graph and of the weights beside it."""
-        beside = (self.folder / WEIGHTS_FILE, self.folder / SHARED_FILE)
-        return sum(path.stat().st_size for path in (*self.paths, *beside) if path.exists())
+        return held_bytes(self.folder, self.paths)
+
+
+def held_bytes(folder: Path, graphs: Sequence[Path]) -> int:
+    """Bytes of graphs and of what they read; a checkpoint that was kept for its own sake is neither."""
+    texts = [path.read_bytes() for path in graphs]
+    beside = [name for name in (WEIGHTS_FILE, SHARED_FILE) if any(name.encode() in text for text in texts)]
+    return sum(map(len, texts)) + sum((folder / name).stat().st_size for name in beside)
 
 
 def require_tensors(contents: Contents, source: TensorSource, where: str) -> None:
@@ -171,10 +177,16 @@ def write_model(
 def formats_on(
     model_map: ModelMap, scheme_name: str, target_name: str, layers: Mapping[str, str] | None = None
 ) -> dict[str, Format]:
-    """The format of every projection, as the target computes it; a static graph has one for all."""
+    """The format of every projection, as the target computes it.
+
+    A static graph has one for all, but for a head between values of 16 bits: it is the largest loss of all,
+    and in two halves, which the embedding reads too, it costs no more than with a table beside it.
+    """
     scheme, target = SCHEMES[scheme_name], TARGETS[target_name]
     if target.is_static:
-        scheme = replace(scheme, head=scheme.body)
+        in_halves = target.rounds_values and scheme.body.input_bits == BITS_IN_HALVES
+        head = replace(scheme.body, grid=Grid(bits=BITS_IN_HALVES)) if in_halves else scheme.body
+        scheme = replace(scheme, head=head)
     return {name: format_on(target, each) for name, each in formats_of(model_map, scheme, layers).items()}
 
 

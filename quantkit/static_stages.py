@@ -25,6 +25,7 @@ from quantkit.export.graph import ModelProto, save
 from quantkit.export.quantize_static import Bits, quantize_static, showing_values
 from quantkit.export.rotary import context_of
 from quantkit.export.shared_weights import share_weights
+from quantkit.export.static_operators import known_ranges
 from quantkit.export.targets import TARGETS, Target
 from quantkit.model.tensors import TensorSource
 from quantkit.quantizers.apply import Evidences
@@ -34,7 +35,7 @@ from quantkit.records import ModelMap, Plan
 from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.static_ranges import Ranges, observe_ranges
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
-from quantkit.schemes import AUTO, DEFAULT_STATIC_SCHEME, SCHEMES, static_bits
+from quantkit.schemes import AUTO, BITS_IN_HALVES, DEFAULT_STATIC_SCHEME, SCHEMES, static_bits
 from quantkit.stages import (
     SHARED_FILE,
     Count,
@@ -86,7 +87,8 @@ class StaticWork:
     def rounded(self, model: ModelProto, ranges: Ranges) -> ModelProto:
         """The float graph in integers."""
         assert self.bits is not None, "the target has floats between operators"
-        return quantize_static(model, ranges, self.bits, kept_in=self.checkpoint.path.parent)
+        known = known_ranges(self.checkpoint, self.contents, self.model_map.embedding_scale or 1.0)
+        return quantize_static(model, {**ranges, **known}, self.bits, kept_in=self.checkpoint.path.parent)
 
 
 def decoder_graphs(work: StaticWork) -> dict[str, ModelProto]:
@@ -276,11 +278,19 @@ def static_contents(
     target_name: str,
     adds_biases: bool = False,
 ) -> Contents:
-    """What static graphs are made from: tables are floats, which get a grid as a value of the graph."""
+    """What static graphs are made from: tables are floats, which get a grid as a value of the graph.
+
+    One that a head in halves shares is read from those.
+    """
     contents = contents_of(
         model_map, plan, formats_on(model_map, scheme_name, target_name), adds_biases=adds_biases
     )
-    tables = [replace(entry, grid=None, shares=entry.table.tied_to) for entry in contents.tables]
+    tables = [
+        entry
+        if entry.grid is not None and entry.grid.bits == BITS_IN_HALVES
+        else replace(entry, grid=None, shares=entry.table.tied_to)
+        for entry in contents.tables
+    ]
     return replace(contents, tables=tuple(tables))
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.plan import matches
 from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role, Rows
-from quantkit.schemes import FLOAT, Format, Grid, Scheme, format_for, in_blocks
+from quantkit.schemes import BITS_IN_HALVES, FLOAT, Format, Grid, Scheme, format_for, in_blocks
 
 DTYPES: dict[str, Any] = {  # as safetensors spells them
     "F32": np.float32,
@@ -27,6 +27,7 @@ DTYPES: dict[str, Any] = {  # as safetensors spells them
     "U8": np.uint8,
     "U16": np.uint16,
 }
+HALVES = ("high", "low")  # of codes of 16 bits
 LARGEST_GROUP_BLOCK = 64  # of a block-diagonal weight whose scheme has no blocks
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
 assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
@@ -171,6 +172,9 @@ def _floats(name: str, *shape: int) -> TensorSpec:
 def _matrix_tensors(name: str, rows: int, columns: int, grid: Grid | None) -> tuple[TensorSpec, ...]:
     if grid is None:
         return (_floats(f"{name}.weight_IO", columns, rows),)
+    if grid.bits == BITS_IN_HALVES:
+        halves = [TensorSpec(name=f"{name}.{half}", dtype="I8", shape=(rows, columns)) for half in HALVES]
+        return (*halves, _floats(f"{name}.scales", rows))
     if grid.block is None:  # the operator for per-channel weights reads them transposed
         codes = TensorSpec(name=f"{name}.codes_IO", dtype="I8", shape=(columns, rows))
         return (codes, _floats(f"{name}.scales", rows))

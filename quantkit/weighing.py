@@ -6,7 +6,6 @@ predicts no tokens there is nothing to weigh: those are fitted to their outputs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,33 +21,21 @@ from quantkit.model.rebuild import torch_model
 from quantkit.model.tensors import TensorSource
 from quantkit.quantizers import QUANTIZERS
 from quantkit.quantizers.apply import Evidences
-from quantkit.quantizers.both_sides import MOST_BITS
 from quantkit.recipe import Recipe
 from quantkit.records import Layer, ModelMap, Role
 from quantkit.report.progress import Progress
-from quantkit.schemes import Format
 from quantkit.tensor_records import Evidence
 
 
-def weighed(
-    recipe: Recipe,
-    formats: Mapping[str, Format],
-    planned: frozenset[str],
-    model_map: ModelMap,
-    *,
-    any_format: bool,
-) -> tuple[Layer, ...]:
-    """The projections whose outputs are to be weighed; with `any_format` a search will choose the bits."""
+def weighed(recipe: Recipe, planned: frozenset[str], model_map: ModelMap) -> tuple[Layer, ...]:
+    """The projections whose outputs are to be weighed."""
     predicts = any(layer.role is Role.LM_HEAD for layer in model_map.layers)
     if QUANTIZERS[recipe.fit].join is None or not predicts or not recipe.calibration.gradient_windows:
         return ()
     return tuple(
         layer
         for layer in model_map.layers
-        if layer.name in planned
-        and layer.role is not Role.LM_HEAD
-        and layer.num_groups == 1
-        and (any_format or formats[layer.name].grid.bits <= MOST_BITS)
+        if layer.name in planned and layer.role is not Role.LM_HEAD and layer.num_groups == 1
     )
 
 

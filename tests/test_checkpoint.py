@@ -81,7 +81,7 @@ def test_the_safetensors_library_reads_the_same(tmp_path):
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
     assert metadata["format"] == "quantkit"
-    assert metadata["format_version"] == str(FORMAT_VERSION) == "2"
+    assert metadata["format_version"] == str(FORMAT_VERSION) == "3"
     assert json.loads(metadata["quantkit"]) == DESCRIPTION == opened.description
 
 
@@ -143,7 +143,7 @@ def test_a_tensor_that_did_not_come_is_our_own_mistake(tmp_path):
     [
         ({"format": "pt"}, "version 1"),
         ({}, "version 1"),
-        ({"format": "quantkit", "format_version": "3", "quantkit": "{}"}, "update quantkit"),
+        ({"format": "quantkit", "format_version": "4", "quantkit": "{}"}, "update quantkit"),
         ({"format": "quantkit", "format_version": "0", "quantkit": "{}"}, "version 1"),
         ({"format": "quantkit", "format_version": "new", "quantkit": "{}"}, "new"),
         ({"format": "quantkit", "format_version": None, "quantkit": "{}"}, "not a safetensors"),

@@ -24,8 +24,7 @@ from quantkit.recipe import Recipe, override
 from quantkit.records import Role
 from quantkit.report.progress import Progress
 from quantkit.runtime.text import open_text
-from quantkit.schemes import SCHEMES, Grid
-from quantkit.tensor_records import formats_of
+from quantkit.schemes import Grid
 from quantkit.weighing import weighed
 
 FEW = {"calibration.windows": 12, "calibration.length": 256, "calibration.gradient_windows": 4}
@@ -37,11 +36,10 @@ def mapped(name="demo"):
     return inspect_source(with_weights(open_source(name), random_weights=name != "demo"))
 
 
-def picked(model_map, *, any_format=False, **changes):
+def picked(model_map, planned=None, **changes):
     recipe = override(Recipe(), {"fit": "gptq", "scheme": "int4_block32", **changes})
-    formats = formats_of(model_map, SCHEMES[recipe.scheme], recipe.layers)
-    planned = frozenset(layer.name for layer in model_map.layers)
-    return {layer.name for layer in weighed(recipe, formats, planned, model_map, any_format=any_format)}
+    every = frozenset(layer.name for layer in model_map.layers)
+    return {layer.name for layer in weighed(recipe, planned or every, model_map)}
 
 
 @pytest.mark.once
@@ -50,12 +48,10 @@ def test_what_is_weighed():
     body = {layer.name for layer in model_map.layers if layer.role is not Role.LM_HEAD}
     assert picked(model_map) == body, "a head is read by the prediction alone"
     assert picked(model_map, fit="mse") == set(), "a fit that makes no use of it"
-    assert picked(model_map, scheme="int8_block64") == set(), "eight bits lose too little"
-    assert picked(model_map, scheme="int8_block64", any_format=True) == body, "a search may choose four"
+    assert picked(model_map, scheme="int8_block64") == body, "eight bits gain from it too"
     assert picked(model_map, **{"calibration.gradient_windows": 0}) == set()
-    names = {name for name in body if name.endswith("mlp.c_fc")}
-    some = picked(model_map, scheme="int8_block64", layers={"*.c_fc": "int4_block64"})
-    assert some == names
+    names = frozenset(name for name in body if name.endswith("mlp.c_fc"))
+    assert picked(model_map, names) == names, "what stays in float has nothing to make up for"
     encoder = replace(model_map, layers=tuple(each for each in model_map.layers if each.name in body))
     assert picked(encoder) == set(), "nothing is predicted"
 

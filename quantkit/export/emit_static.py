@@ -153,9 +153,9 @@ class _Static:
     def embed(self, ids: str) -> str:
         model_map, shape = self.model_map, self.shape
         tables = {entry.table.kind: entry for entry in self.contents.tables}
-        rows = table_values(self.graph.checkpoint, tables[EmbeddingKind.TOKEN])
-        rows = rows * np.float32(model_map.embedding_scale or 1)
-        x = self.rows("embedding", rows, ids, shape.tokens, rows.shape[1])
+        words, factor = tables[EmbeddingKind.TOKEN], model_map.embedding_scale or 1.0
+        sizes = (shape.tokens, words.table.num_columns)
+        x = static_operators.token_rows(self.graph, words, ids, *sizes, factor=factor)
         x = self.optional_projection(OPT_PROJECTIONS[0], x)
         if EmbeddingKind.POSITION in tables:
             learned = table_values(self.graph.checkpoint, tables[EmbeddingKind.POSITION])

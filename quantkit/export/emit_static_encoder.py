@@ -92,9 +92,10 @@ class _StaticEncoder:
     def embed(self, ids: str) -> str:
         """The sum of all tables, normed, at the width of the blocks: [tokens, hidden]."""
         graph, model_map = self.graph, self.model_map
-        tables = {entry.table.kind: table_values(graph.checkpoint, entry) for entry in self.contents.tables}
-        words = tables[EmbeddingKind.TOKEN]
-        x = static_operators.rows(graph, "embedding", words, ids, self.tokens, words.shape[1])
+        entries = {entry.table.kind: entry for entry in self.contents.tables}
+        words = entries.pop(EmbeddingKind.TOKEN)
+        x = static_operators.token_rows(graph, words, ids, self.tokens, words.table.num_columns)
+        tables = {kind: table_values(graph.checkpoint, entry) for kind, entry in entries.items()}
         places = tables[EmbeddingKind.POSITION][model_map.position_offset :][: self.tokens]
         kinds = tables.get(EmbeddingKind.TOKEN_TYPE)
         if kinds is not None and len(kinds) == 1:  # one kind leaves nothing to be told

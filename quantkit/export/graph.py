@@ -87,9 +87,10 @@ class Graph:
         """A 1-D int64 constant."""
         return self.constant("i64_" + "_".join(str(v) for v in values), np.array(values, np.int64))
 
-    def weight(self, name: str, rows: tuple[int, int] | None = None) -> str:
-        """A tensor of the checkpoint, or of `rows` (first, number) those alone."""
+    def weight(self, name: str, rows: tuple[int, int] | None = None, *, label: str = "") -> str:
+        """A tensor of the checkpoint, or of `rows` (first, number) those alone, under its name or a label."""
         slot, stored = self.checkpoint.slots[name], name
+        name = label or name
         if rows is not None:
             slot, name = _row_slot(slot, *rows), f"{name}[{rows[0]}:{sum(rows)}]"
         if name in self.initializers:

@@ -124,7 +124,8 @@ class _Quantizer:
             weights = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
             weights |= set(self.constants)
             products = [node for node in graph.node if node.op_type in PRODUCTS and node.input[1] in weights]
-            self.narrowed = {node.name for node in products[:-1]}  # the last one is the head
+            heads = [node for node in products if _is_transposed(node)] or products[-1:]
+            self.narrowed = {node.name for node in products} - {node.name for node in heads}
         inputs = [self.input(info) for info in graph.input]
         outputs = {info.name for info in graph.output}
         for node in graph.node:
@@ -167,6 +168,9 @@ class _Quantizer:
         changed = onnx.NodeProto()
         changed.CopyFrom(node)
         narrow = node.name in self.narrowed
+        if node.op_type == "Gather" and node.input[0] in self.weight_scales:
+            self.gather(changed)
+            return
         for place, name in enumerate(node.input):
             if name in self.constants:
                 changed.input[place] = self.constant(node, place)
@@ -185,6 +189,19 @@ class _Quantizer:
             )
             leaves = name in outputs and not name.startswith("present.")
             self.dequantize(name, codes, grid, given=name if leaves else "")
+
+    def gather(self, node: onnx.NodeProto) -> None:
+        """Rows of a table that is on its grid already: found in its own width, then as wide as all others."""
+        name = node.output[0]
+        scale = float(self.weight_scales[node.input[0]])
+        back = next(each for each in self.nodes if node.input[0] in each.output)
+        node.output[0], codes, narrow = f"{name}/float", f"{name}/stored", f"{name}/stored/given"
+        self.nodes.append(node)
+        grid_names = back.input[1:]
+        self.nodes.append(helper.make_node("QuantizeLinear", [node.output[0], *grid_names], [codes], codes))
+        self.nodes.append(helper.make_node("DequantizeLinear", [codes, *grid_names], [narrow], narrow))
+        self.grids[name] = ValueGrid.over(-128 * scale, 127 * scale, self.bits.values)
+        self.round(name, narrow, self.grids[name])
 
     def read(self, name: str) -> str:
         return self.given.get(name, name)  # ids and masks are read as they are
@@ -325,6 +342,11 @@ class _Quantizer:
 
     def put(self, name: str, values: NDArray[Any]) -> None:
         self.made[name] = numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape), name)
+
+
+def _is_transposed(node: onnx.NodeProto) -> bool:
+    """Whether the product reads [out, in], as only those of heads in halves do."""
+    return any(each.name == "transB" and each.i for each in node.attribute)
 
 
 def _typed(info: onnx.ValueInfoProto, element_type: int) -> onnx.ValueInfoProto:

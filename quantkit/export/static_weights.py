@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.export.graph import Graph
-from quantkit.grid import decode, from_bytes
-from quantkit.schemes import Grid
-from quantkit.tensor_records import Checkpoint, Contents, Pack, TableEntry
+from quantkit.grid import decode, from_bytes, from_halves
+from quantkit.schemes import BITS_IN_HALVES, Grid
+from quantkit.tensor_records import HALVES, Checkpoint, Contents, Pack, TableEntry
 
 Floats = NDArray[np.float32]
 
@@ -40,11 +40,46 @@ def weight_IO(graph: Graph, pack: Pack, contents: Contents) -> str:
     return graph.constant(f"{name}.weight_IO", np.ascontiguousarray(values.T))
 
 
+def in_halves(grid: Grid | None) -> bool:
+    """Whether codes are stored as two of eight bits."""
+    return grid is not None and grid.bits == BITS_IN_HALVES
+
+
+def halves_OI(graph: Graph, name: str) -> list[str]:
+    """What the high and the low halves of a projection's codes add up to, [out, in] each."""
+    scales = graph.checkpoint.read(f"{name}.scales")
+    return [
+        _half(graph, name, half, label=f"{name}.{half}", scales=np.asarray(scales * np.float32(worth)))
+        for half, worth in zip(HALVES, (256, 1), strict=True)
+    ]
+
+
+def half_rows(graph: Graph, name: str, label: str) -> list[str]:
+    """The same as tables of codes, in units of 256, for an embedding that multiplies what it finds.
+
+    They have names of their own: Qualcomm's compiler computes nonsense where one tensor has two grids.
+    """
+    return [
+        _half(graph, name, half, label=f"{label}/{half}", scales=np.array(worth, np.float32))
+        for half, worth in zip(HALVES, (1, 1 / 256), strict=True)
+    ]
+
+
+def _half(graph: Graph, name: str, half: str, *, label: str, scales: Floats) -> str:
+    codes = replace(graph, keeps_weights_outside=True).weight(f"{name}.{half}", label=label)
+    inputs = [codes, graph.constant(f"{label}/scales", scales)]
+    inputs.append(graph.constant(f"{label}/zeros", np.zeros(scales.shape, np.int8)))
+    return graph.op("DequantizeLinear", *inputs, name=f"{label}/weight", axis=0)  # where scales have one
+
+
 def table_values(checkpoint: Checkpoint, entry: TableEntry) -> Floats:
     """All rows of an embedding."""
     holder = entry.shares or entry.table.name
     if entry.grid is None:
         return np.asarray(checkpoint.read(f"{holder}.weight"), np.float32)
+    if in_halves(entry.grid):
+        codes_OI = from_halves(*(checkpoint.read(f"{holder}.{half}") for half in HALVES))
+        return np.asarray(codes_OI * checkpoint.read(f"{holder}.scales")[:, None], np.float32)
     if entry.grid.block is None and f"{holder}.codes_IO" in checkpoint.slots:
         scales: NDArray[Any] = checkpoint.read(f"{holder}.scales")
         return np.ascontiguousarray((checkpoint.read(f"{holder}.codes_IO") * scales).T, np.float32)

@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from quantkit.errors import InputError
-from quantkit.grid import Encoded, Floats, decode_all, to_bytes
+from quantkit.grid import Encoded, Floats, decode_all, halves_of, to_bytes
 from quantkit.quantizers import PLAIN, QUANTIZERS, Quantizer
-from quantkit.quantizers.both_sides import MOST_BITS
 from quantkit.quantizers.losses import Sums, sums_of
 from quantkit.records import Layer
-from quantkit.schemes import Format, Grid
-from quantkit.tensor_records import Contents, Evidence, Pack, TableEntry
+from quantkit.schemes import BITS_IN_HALVES, Format, Grid
+from quantkit.tensor_records import HALVES, Contents, Evidence, Pack, TableEntry
 
 Part = tuple[str, NDArray[Any]]
 Evidences = Callable[[Layer], Evidence | None]  # what calibration saw of a projection's input
@@ -116,6 +115,8 @@ class _Stream:
                 yield f"{pack.name}.weight_IO", self.float_IO(pack, transposed)
             else:
                 self.progress(pack.out_features * pack.in_features)
+        elif pack.grid.bits == BITS_IN_HALVES:
+            yield from self.halves(pack, pack.grid, transposed, seen)
         elif pack.grid.block is None:
             yield from self.transposed_codes(pack, pack.grid, transposed, seen, shift_O)
         else:
@@ -158,7 +159,7 @@ class _Stream:
         self, pack: Pack, grid: Grid, transposed: Mapping[str, bool], seen: Evidence | None
     ) -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
         """One task for each run of rows: their codes, what the bias must make up for, what is lost."""
-        quantizer = usable(self.quantizer, seen)
+        quantizer = usable(self.quantizer, seen, grid)
         fitting = fitting_for(quantizer, grid, seen)
         mean_I = seen.mean_I if seen and pack.adds_bias else None
 
@@ -227,6 +228,22 @@ class _Stream:
         yield f"{pack.name}.codes_IO", codes_IO
         yield f"{pack.name}.scales", np.concatenate(scales)
 
+    def halves(
+        self, pack: Pack, grid: Grid, transposed: Mapping[str, bool], seen: Evidence | None
+    ) -> Iterator[Part]:
+        """The high halves of all codes, then the low ones, which wait in memory."""
+        scales, waiting = [], []
+        for encoded, _, lost in self.ordered(self.fitted(pack, grid, transposed, seen)):
+            self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
+            high, low = halves_of(encoded.codes[:, 0])
+            scales.append(encoded.scales[:, 0])
+            waiting.append(low)
+            self.progress(low.size)
+            yield f"{pack.name}.{HALVES[0]}", high
+        for low in waiting:
+            yield f"{pack.name}.{HALVES[1]}", low
+        yield f"{pack.name}.scales", np.concatenate(scales)
+
     def float_IO(self, pack: Pack, transposed: Mapping[str, bool]) -> Floats:
         """The untouched weights as [in, out]."""
         weight_IO = np.empty((pack.in_features, pack.out_features), np.float32)
@@ -252,8 +269,10 @@ def _scales(name: str, made: list[tuple[Floats, NDArray[np.int8] | None]], grid:
         yield f"{name}.zeros", to_bytes(np.concatenate(zeros), grid.bits)
 
 
-def usable(quantizer: Quantizer, seen: Evidence | None) -> Quantizer:
-    """The fit itself, or the plain one where calibration did not see what it wants."""
+def usable(quantizer: Quantizer, seen: Evidence | None, grid: Grid) -> Quantizer:
+    """The fit itself, or the plain one: where calibration did not see what it wants, and at 16 bits."""
+    if grid.bits == BITS_IN_HALVES:
+        return QUANTIZERS[PLAIN]
     is_blind = quantizer.wants and (seen is None or not has_all(seen, quantizer.wants))
     return QUANTIZERS[PLAIN] if is_blind else quantizer
 
@@ -274,8 +293,6 @@ class Fitting:
         """All rows of a projection at once; None where that gains nothing over `of_rows`."""
         join, prepare_rows = self.quantizer.join, self.quantizer.prepare_rows
         if join is None or prepare_rows is None or seen is None or self.prepared is None:
-            return None
-        if self.grid.bits > MOST_BITS:
             return None
         rows = prepare_rows(seen, self.grid)
         return None if rows is None else lambda weight_OI: join(weight_OI, self.grid, self.prepared, rows)

@@ -22,7 +22,6 @@ from quantkit.schemes import Grid
 from quantkit.tensor_records import Evidence
 
 GROUP = 16  # rows
-MOST_BITS = 4  # more lose so little that it would gain nothing
 # Of correlations between outputs; more than between inputs, since gradients are seen on fewer tokens.
 DAMPING = 0.1
 SCARCITY = 1.0

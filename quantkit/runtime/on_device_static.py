@@ -44,7 +44,8 @@ def open_session(name: str, asked: argparse.Namespace) -> Any:  # noqa: ANN401
     """A graph on the CPU, or all of it on the NPU, there from its compiled form where that fits."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = asked.threads, 4
-    if asked.provider == "cpu":
+    if asked.provider == "cpu":  # which has no products of 16-bit codes: weights become floats, and once
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         return onnxruntime.InferenceSession(str(HERE / name), options, ["CPUExecutionProvider"])
     try:
         plugin = importlib.import_module("onnxruntime_qnn")
