@@ -14,7 +14,9 @@ from quantkit.export.written import Written, read_written
 from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 
 PACKAGE = Path(__file__).parent
-RUNNER, STATIC_RUNNER = (PACKAGE / "runtime" / name for name in ("on_device.py", "on_device_static.py"))
+RUNNER, STATIC_RUNNER, DEVICE = (  # the last is what both runners stand on
+    PACKAGE / "runtime" / "on_device" / name for name in ("run_growing.py", "run_static.py", "device.py")
+)
 PAGE, STATIC_PAGE = (PACKAGE / "assets" / "runner" / name for name in ("README.md", "README-npu.md"))
 
 

@@ -23,7 +23,7 @@ from quantkit.artifact import MANIFEST, new_artifact
 from quantkit.errors import InputError
 from quantkit.export.targets import TARGETS
 from quantkit.export.written import Written
-from quantkit.package_kinds import PAGE, STATIC_PAGE, Kind, kind_of
+from quantkit.package_kinds import DEVICE, PAGE, STATIC_PAGE, Kind, kind_of
 from quantkit.runtime.compiled import file_hash, model_hash
 
 TOKENIZER, COMPILED = "tokenizer.json", "compiled"
@@ -33,7 +33,8 @@ PURPOSES: dict[str, str] = {
     "config.json": "the model's facts, with the tokens that end a text",
     "generation_config.json": "the tokens that end a text, where these differ",
     "genai_config.json": "for running it with onnxruntime-genai instead",
-    "run.py": "runs it: onnxruntime, tokenizers and numpy are all it imports",
+    "run.py": "runs it, in 60 lines to read and to copy from",
+    "device.py": "what that stands on: onnxruntime, tokenizers and numpy are all it imports",
     "README.md": "this page",
 }
 Member = Path | bytes  # a file of the artifact, or content made here
@@ -166,7 +167,7 @@ def members_of(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Mem
     members: dict[str, Member] = {name: folder / name for name in wanted if name in files}
     compiled, notes = compiled_forms(folder, list(graphs))
     members |= compiled
-    members["run.py"] = kind.runner.read_bytes()
+    members["run.py"], members[DEVICE.name] = kind.runner.read_bytes(), DEVICE.read_bytes()
     purposes = {**PURPOSES, **kind.graphs} | dict.fromkeys(data_files, "weights, which the graphs point to")
     purposes |= dict.fromkeys(licenses, "license of the model")
     purposes |= dict.fromkeys(compiled, "compiled for an NPU, and what it was compiled from")

@@ -19,7 +19,7 @@ from exporting import build_tiny, error
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
-from quantkit.package_kinds import RUNNER, STATIC_RUNNER
+from quantkit.package_kinds import DEVICE, RUNNER, STATIC_RUNNER
 from quantkit.packaging import MANIFEST, pack
 from quantkit.runtime.encoder import encode, open_encoder
 from quantkit.runtime.providers import PROVIDERS, plugin_devices
@@ -92,8 +92,8 @@ def package(artifact, tmp_path_factory):
 
 
 def run(folder: Path, *arguments: str, python: str = sys.executable):
-    """The runner as a device starts it: isolated, so that no folder of this project is on the path."""
-    command = [python, "-I", str(folder / "run.py"), *arguments]
+    """The runner as a device starts it: by its path, so that no folder of this project is on the other."""
+    command = [python, "-E", "-s", "-B", str(folder / "run.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", check=False)
 
 
@@ -114,14 +114,15 @@ def hash_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("runner", [RUNNER, STATIC_RUNNER], ids=lambda path: path.stem)
-def test_the_runner_imports_nothing_else(runner):
-    imported = set()
-    for node in ast.walk(ast.parse(runner.read_text(encoding="utf-8"))):
+def test_the_runner_is_short_and_imports_nothing_else(runner):
+    imported, texts = set(), [path.read_text(encoding="utf-8") for path in (runner, DEVICE)]
+    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module.split(".")[0])
-    assert imported - sys.stdlib_module_names - {"__future__"} == RUNNER_NEEDS
+    assert imported - sys.stdlib_module_names - {"__future__"} == {*RUNNER_NEEDS, DEVICE.stem}
+    assert len(texts[0].splitlines()) <= 60
 
 
 def test_it_says_what_quantkit_says(artifact, package):

@@ -1,0 +1,177 @@
+"""What `run.py` stands on: the files of the package, sessions, the command line, texts in and out.
+
+Needs onnxruntime, tokenizers and numpy alone, and onnxruntime-qnn for `--provider qnn`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+HERE = Path(__file__).resolve().parent
+TYPES: dict[str, Any] = {
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
+    "tensor(uint16)": np.uint16,
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+}
+ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions
+Outputs = dict[str, Any]
+
+
+def read(name: str) -> dict[str, Any]:
+    """One of the JSON files; empty where there is none."""
+    path = HERE / name
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def arguments(description: str | None, *providers: str) -> argparse.Namespace:
+    """What was typed; `--check` is done here, and alone it is all."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("texts", nargs="*")
+    parser.add_argument("--provider", choices=providers, default=providers[0])
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, help="of the draws")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: all cores")
+    parser.add_argument("--json", action="store_true", help="print token ids too")
+    parser.add_argument("--check", action="store_true", help="compare every file with the manifest")
+    asked = parser.parse_args()
+    if not asked.texts and not asked.check:
+        parser.error("give a text, or --check")
+    for name, wanted in read("manifest.json")["files"].items() if asked.check else ():
+        if not (HERE / name).exists() or hashlib.sha256((HERE / name).read_bytes()).hexdigest() != wanted:
+            sys.exit(f"{name} is not as it was packed; copy the package again")
+    if not asked.texts:
+        sys.exit(0)
+    if asked.provider != "cpu":  # whose library prints too; what it says goes to the errors
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+    return asked
+
+
+def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> Any:  # noqa: ANN401
+    """A graph on the CPU, or all of it on the NPU, there from its compiled form where that fits."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = asked.threads, 4
+    if asked.provider == "cpu":
+        for key, value in cpu_settings.items():
+            options.add_session_config_entry(f"session.{key}", value)
+        return onnxruntime.InferenceSession(str(HERE / name), options, ["CPUExecutionProvider"])
+    try:
+        plugin = importlib.import_module("onnxruntime_qnn")
+    except ImportError:
+        sys.exit("provider qnn needs the package onnxruntime-qnn: pip install onnxruntime-qnn")
+    try:
+        ep_name = plugin.get_ep_name()
+        if all(each.ep_name != ep_name for each in onnxruntime.get_ep_devices()):
+            onnxruntime.register_execution_provider_library(ep_name, plugin.get_library_path())
+        found = [each for each in onnxruntime.get_ep_devices() if each.ep_name == ep_name]
+        device = next((each for each in found if each.device.type.name == "NPU"), found[0])
+        options.add_provider_for_devices([device], {"backend_type": "htp"})
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        kept = f"compiled/{Path(name).stem}.qnn"
+        record = read(f"{kept}.json")
+        hardware = f"{device.device.vendor_id:#x}:{device.device.device_id:#x} on {platform.machine()}"
+        fits = (
+            record.get("provider_version") == version("onnxruntime-qnn")
+            and record.get("onnxruntime") == onnxruntime.__version__
+            and record["device"].endswith(hardware)
+        )
+        return onnxruntime.InferenceSession(str(HERE / (f"{kept}.onnx" if fits else name)), options)
+    except Exception as error:  # onnxruntime's share no base class; without a device there is no first one
+        sys.exit(f"provider qnn cannot run {name}: {' '.join(str(error).split())[:300]}")
+
+
+def run(session: Any, wanted: dict[str, Any]) -> Outputs:  # noqa: ANN401
+    """All outputs by name; the graph is fed what it has inputs for, in their types."""
+    inputs = session.get_inputs()
+    feeds = {each.name: np.ascontiguousarray(wanted[each.name], TYPES[each.type]) for each in inputs}
+    names = [each.name for each in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def pasts(session: Any) -> dict[str, Any]:  # noqa: ANN401
+    """The inputs that hold keys and values."""
+    return {each.name: each for each in session.get_inputs() if each.name.startswith("past_key_values")}
+
+
+def length_of(session: Any, name: str) -> int:  # noqa: ANN401
+    """How many tokens an input of [1, tokens] holds."""
+    return int(next(each.shape[1] for each in session.get_inputs() if each.name == name))
+
+
+def chooser(asked: argparse.Namespace) -> Callable[[Any], int]:
+    """What picks a token from its logits: the most likely one, or a drawn one."""
+    random = np.random.default_rng(asked.seed)
+
+    def choose(logits: Any) -> int:  # noqa: ANN401
+        if asked.temperature == 0:
+            return int(logits.argmax())
+        scores = logits.astype(np.float64) / asked.temperature
+        weights = np.exp(scores - scores.max())
+        sums = np.cumsum(weights / weights.sum())
+        return min(int((sums <= random.random() * sums[-1]).sum()), len(sums) - 1)
+
+    return choose
+
+
+def stops() -> list[int]:
+    """The tokens that end a text."""
+    ends: Any = read("generation_config.json").get("eos_token_id", read("config.json").get("eos_token_id"))
+    return ends if isinstance(ends, list) else [ends]
+
+
+def told(outputs: Outputs, count: int) -> dict[str, Any]:
+    """The mean vector of a text's tokens, or another encoder's own outputs."""
+    if "last_hidden_state" in outputs:
+        return {"vector": outputs["last_hidden_state"][0, :count].mean(axis=0).tolist()}
+    return {
+        name: (values[0, :count] if name in ENDS or values.ndim == 3 else values[0]).tolist()
+        for name, values in outputs.items()
+    }
+
+
+def answer(
+    asked: argparse.Namespace,
+    context: int | None,
+    generate: Callable[[list[int]], Iterator[int]] | None,
+    encode: Callable[[list[int], list[int]], Outputs],
+) -> None:
+    """One text after the other: continued as tokens come, or a line of what an encoder says."""
+    tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    for text in asked.texts:
+        encoding, num_new = tokenizer.encode(text), max(1, asked.max_new_tokens) if generate else 0
+        if not encoding.ids or len(encoding.ids) + num_new > (context or sys.maxsize):
+            sys.exit(f"{len(encoding.ids)} tokens and {num_new} new ones; allowed: 1 to {context} together")
+        if generate is None:
+            outputs = encode(encoding.ids, encoding.type_ids)
+            print(json.dumps({"text": text, **told(outputs, len(encoding.ids))}))
+            continue
+        made, shown = list[int](), ""
+        for token in generate(encoding.ids):
+            made.append(token)
+            so_far = tokenizer.decode(made)
+            if not asked.json and not so_far.endswith("\ufffd"):  # part of a character
+                print((text if not shown else "") + so_far[len(shown) :], end="", flush=True)
+                shown = so_far
+        document = {"prompt": text, "text": tokenizer.decode(made), "tokens": made}
+        print(json.dumps(document) if asked.json else "")
