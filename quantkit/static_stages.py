@@ -22,7 +22,7 @@ from quantkit.export.check import check_models
 from quantkit.export.emit_static import StaticShape, emit_static, why_not_static
 from quantkit.export.emit_static_encoder import emit_static_encoder
 from quantkit.export.graph import ModelProto, save
-from quantkit.export.quantize_static import Bits, quantize_static, showing_values
+from quantkit.export.quantize_static import Bits, quantize_static, showing_ranges
 from quantkit.export.rotary import context_of
 from quantkit.export.shared_weights import share_weights
 from quantkit.export.static_operators import known_ranges
@@ -74,7 +74,7 @@ class StaticWork:
 
     def ranges(self, model: ModelProto, feeds: list[Feeds]) -> Ranges:
         """What every value of a float graph reaches."""
-        opened, names = showing_values(model)
+        opened, names = showing_ranges(model)
         path, weights = self.folder / RANGES_FILE, self.folder / RANGES_WEIGHTS
         try:
             share_weights({RANGES_FILE: opened}, weights, kept_in=self.checkpoint.path)

@@ -34,6 +34,14 @@ TYPES = {8: TensorProto.UINT8, 16: TensorProto.UINT16}
 SOFTMAX_REACH = 16.0  # e^-16 beside a peak is less than a step of 16 bits
 LARGEST_BIAS = float(1 << 30)
 LARGEST_CODE = (1 << 31) - 1
+# What calibration sees of a value, or of the largest of each of its rows. A sum is no number where anything
+# in it is none; the others overlook that.
+REDUCTIONS = {
+    "low": ("ReduceMin", ""),
+    "high": ("ReduceMax", "/peaks"),
+    "peak": ("ReduceMin", "/peaks"),
+    "sum": ("ReduceSum", ""),
+}
 SMALLEST_STEP = 1e-9  # of a value that is zero throughout
 Ranges = Mapping[str, tuple[float, float, float]]  # lowest, highest, least peak of a row
 
@@ -74,8 +82,29 @@ class ValueGrid:
         return np.asarray(np.clip(codes, 0, (1 << self.bits) - 1), f"u{self.bits // 8}")
 
 
+def showing_ranges(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """(the graph with what every computed value reaches as outputs, their names): what calibration runs.
+
+    It gives four numbers a value, and not the value: all of those together are many times the weights.
+    """
+    opened, names = showing_values(model)
+    axis = numpy_helper.from_array(np.array([-1]), "ranges/last_axis")
+    opened.graph.initializer.append(axis)
+    for name in names:
+        peaks = f"{name}/peaks"
+        opened.graph.node.append(helper.make_node("ReduceMax", [name, axis.name], [peaks], peaks, keepdims=0))
+        for kind, (operator, source) in REDUCTIONS.items():
+            made = f"{name}/{kind}"
+            opened.graph.node.append(helper.make_node(operator, [name + source], [made], made, keepdims=0))
+    del opened.graph.output[:]
+    opened.graph.output.extend(
+        helper.make_empty_tensor_value_info(f"{name}/{kind}") for name in names for kind in REDUCTIONS
+    )
+    return opened, names
+
+
 def showing_values(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """(the graph with every computed value as an output, their names): what calibration runs."""
+    """(the graph with every computed value as an output, their names)."""
     opened = onnx.ModelProto()
     opened.CopyFrom(model)
     constants = {tensor.name for tensor in opened.graph.initializer}

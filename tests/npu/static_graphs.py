@@ -12,7 +12,7 @@ from exporting import NOTHING, export
 from quantkit.checkpoint import open_checkpoint
 from quantkit.export.emit_static import StaticShape, emit_static
 from quantkit.export.graph import save
-from quantkit.export.quantize_static import Bits, quantize_static, showing_values
+from quantkit.export.quantize_static import Bits, quantize_static, showing_ranges
 from quantkit.export.targets import Target
 from quantkit.model.inspect import inspect
 from quantkit.runtime.static_ranges import observe_ranges
@@ -61,7 +61,7 @@ def emit_both(
 
 def round_both(graphs: Graphs, windows: np.ndarray, bits: Bits) -> Graphs:
     """The same graphs in integers, calibrated on windows [number, prompt]."""
-    opened, names = showing_values(graphs.whole)
+    opened, names = showing_ranges(graphs.whole)
     save(opened, graphs.folder / "values.onnx")
     shown = np.ones((1, windows.shape[1]), np.int32)
     feeds = [{"input_ids": row[None].astype(np.int32), "attention_mask": shown} for row in windows]

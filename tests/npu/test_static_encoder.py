@@ -22,7 +22,7 @@ from quantkit.errors import InputError
 from quantkit.export.emit_encoder import HEADS
 from quantkit.export.emit_static_encoder import emit_static_encoder, why_not_static_encoder
 from quantkit.export.graph import save
-from quantkit.export.quantize_static import Bits, quantize_static, showing_values
+from quantkit.export.quantize_static import Bits, quantize_static, showing_ranges
 from quantkit.export.targets import Target
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
@@ -109,7 +109,7 @@ def windows(model, batch, length=LENGTH):
 
 
 def ranges_of(model, batch, length=LENGTH):
-    opened, names = showing_values(model)
+    opened, names = showing_ranges(model)
     return observe_ranges(opened.SerializeToString(), names, windows(model, batch, length), threads=1)
 
 
