@@ -22,9 +22,10 @@ from quantkit.export.check import check_models
 from quantkit.export.emit_static import StaticShape, emit_static, why_not_static
 from quantkit.export.emit_static_encoder import emit_static_encoder
 from quantkit.export.graph import ModelProto, save
-from quantkit.export.quantize_static import Bits, quantize_static, showing_ranges
+from quantkit.export.quantize_static import Bits, quantize_static
 from quantkit.export.rotary import context_of
 from quantkit.export.shared_weights import share_weights
+from quantkit.export.showing import showing_ranges
 from quantkit.export.static_operators import known_ranges
 from quantkit.export.targets import TARGETS, Target
 from quantkit.model.tensors import TensorSource

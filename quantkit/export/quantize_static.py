@@ -3,6 +3,9 @@
 A value is rounded behind the operator that makes it and given back in front of those that read it, which NPU
 compilers take for integers throughout (QDQ). What only moves numbers keeps the grid of what it moves.
 
+What a product of two values reads second is signed, with its zero in the middle: of an unsigned one
+Qualcomm's NPUs make 8 bits. Keys and values are such values, in the cache too.
+
 Products with weights may have 8 bits on both sides while the rest has 16: these products are where the time
 goes, and the sums of residuals and the scores of attention are where 8 bits hurt. An operator with one width
 in front and another behind it does not compile for every NPU, so values are converted between two operators.
@@ -15,7 +18,6 @@ ranges and 16-bit activations beside 8-bit weights: https://arxiv.org/abs/2106.0
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,24 +28,14 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError
+from quantkit.export.value_grid import TYPES, Ranges, ValueGrid
 
 MOVES = ("Reshape", "Transpose", "Split", "Concat", "Gather")
 PRODUCTS = ("Gemm", "MatMul")
 NORMS = ("LayerNormalization", "RMSNormalization")
-TYPES = {8: TensorProto.UINT8, 16: TensorProto.UINT16}
 SOFTMAX_REACH = 16.0  # e^-16 beside a peak is less than a step of 16 bits
 LARGEST_BIAS = float(1 << 30)
 LARGEST_CODE = (1 << 31) - 1
-# What calibration sees of a value, or of the largest of each of its rows. A sum is no number where anything
-# in it is none; the others overlook that.
-REDUCTIONS = {
-    "low": ("ReduceMin", ""),
-    "high": ("ReduceMax", "/peaks"),
-    "peak": ("ReduceMin", "/peaks"),
-    "sum": ("ReduceSum", ""),
-}
-SMALLEST_STEP = 1e-9  # of a value that is zero throughout
-Ranges = Mapping[str, tuple[float, float, float]]  # lowest, highest, least peak of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,69 +44,6 @@ class Bits:
 
     values: int = 16
     products: int = 16  # of what goes into and comes out of products with weights, the head's excepted
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValueGrid:
-    """A grid of one scale with a zero point; codes are unsigned."""
-
-    scale: float
-    zero: int
-    bits: int
-
-    @classmethod
-    def over(cls, low: float, high: float, bits: int) -> ValueGrid:
-        """The grid whose codes just reach from low to high; zero is always among its values."""
-        low, high, steps = min(low, 0.0), max(high, 0.0), (1 << bits) - 1
-        scale = float(np.float32(max((high - low) / steps, SMALLEST_STEP)))
-        return cls(scale=scale, zero=int(np.clip(round(-low / scale), 0, steps)), bits=bits)
-
-    def with_bits(self, bits: int) -> ValueGrid:
-        """The same range in another width."""
-        if bits == self.bits:
-            return self
-        low, steps = -self.zero * self.scale, (1 << self.bits) - 1
-        return ValueGrid.over(low, low + steps * self.scale, bits)
-
-    def codes(self, values: NDArray[np.float32]) -> NDArray[Any]:
-        """The nearest codes."""
-        codes = np.rint(values.astype(np.float64) / self.scale) + self.zero
-        return np.asarray(np.clip(codes, 0, (1 << self.bits) - 1), f"u{self.bits // 8}")
-
-
-def showing_ranges(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """(the graph with what every computed value reaches as outputs, their names): what calibration runs.
-
-    It gives four numbers a value, and not the value: all of those together are many times the weights.
-    """
-    opened, names = showing_values(model)
-    axis = numpy_helper.from_array(np.array([-1]), "ranges/last_axis")
-    opened.graph.initializer.append(axis)
-    for name in names:
-        peaks = f"{name}/peaks"
-        opened.graph.node.append(helper.make_node("ReduceMax", [name, axis.name], [peaks], peaks, keepdims=0))
-        for kind, (operator, source) in REDUCTIONS.items():
-            made = f"{name}/{kind}"
-            opened.graph.node.append(helper.make_node(operator, [name + source], [made], made, keepdims=0))
-    del opened.graph.output[:]
-    opened.graph.output.extend(
-        helper.make_empty_tensor_value_info(f"{name}/{kind}") for name in names for kind in REDUCTIONS
-    )
-    return opened, names
-
-
-def showing_values(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """(the graph with every computed value as an output, their names)."""
-    opened = onnx.ModelProto()
-    opened.CopyFrom(model)
-    constants = {tensor.name for tensor in opened.graph.initializer}
-    names = tuple(
-        name for node in opened.graph.node if node.input[0] not in constants or node.op_type == "Gather"
-        for name in node.output if name
-    )  # fmt: skip
-    del opened.graph.output[:]
-    opened.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-    return opened, names
 
 
 def quantize_static(
@@ -175,9 +104,9 @@ class _Quantizer:
             return info
         # The same grid as that of the new keys or values, which leave the other graph too.
         made = self.origin(info.name.replace("past_key_values", "present"))
-        grid = self.grids[info.name] = self.over(made)
+        grid = self.grids[info.name] = self.operand(self.over(made))
         self.dequantize(info.name, info.name, grid)
-        return _typed(info, TYPES[grid.bits])
+        return _typed(info, grid)
 
     def origin(self, name: str) -> str:
         """The value that is merely moved to become this one."""
@@ -185,7 +114,11 @@ class _Quantizer:
         return self.origin(node.input[0]) if node.op_type in MOVES else name
 
     def output(self, info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-        return _typed(info, TYPES[self.grids[info.name].bits]) if info.name.startswith("present.") else info
+        return _typed(info, self.grids[info.name]) if info.name.startswith("present.") else info
+
+    def operand(self, grid: ValueGrid) -> ValueGrid:
+        """The grid of what products of two values read second."""
+        return grid.signed() if grid.bits > 8 else grid
 
     def keep(self, node: onnx.NodeProto) -> None:
         """A weight that is on its grid already."""
@@ -203,21 +136,36 @@ class _Quantizer:
         for place, name in enumerate(node.input):
             if name in self.constants:
                 changed.input[place] = self.constant(node, place)
+            elif narrow and place == 0:
+                changed.input[place] = self.convert(name, "narrowed", self.narrow(name))
+            elif node.op_type == "MatMul" and place == 1 and name in self.grids:
+                changed.input[place] = self.convert(name, "signed", self.operand(self.grids[name]))
             else:
-                changed.input[place] = self.convert(name) if narrow and place == 0 else self.read(name)
+                changed.input[place] = self.read(name)
         for place, name in enumerate(node.output):
             changed.output[place] = f"{name}/float" if name in outputs else name
         self.nodes.append(changed)
         for name, made in zip(node.output, changed.output, strict=True):
             grid = self.grids[name] = self.grid_of(node, name)
             value = self.round(f"{name}/narrow", made, self.narrow(name)) if narrow else made
-            codes = name if name.startswith("present.") else f"{name}/codes"
-            grid_names = self.grid_constants(name, grid)
+            if name.startswith("present."):
+                self.cached(name, value, grid)
+                continue
+            codes, grid_names = f"{name}/codes", self.grid_constants(name, grid)
             self.nodes.append(
                 helper.make_node("QuantizeLinear", [value, *grid_names], [codes], f"{name}/round")
             )
-            leaves = name in outputs and not name.startswith("present.")
-            self.dequantize(name, codes, grid, given=name if leaves else "")
+            self.dequantize(name, codes, grid, given=name if name in outputs else "")
+
+    def cached(self, name: str, value: str, grid: ValueGrid) -> None:
+        """New keys or values, which leave as the codes that products read."""
+        self.grids[name] = self.operand(grid)
+        if self.grids[name] != grid:
+            self.round(f"{name}/unsigned", value, grid)
+            value = self.given[f"{name}/unsigned"]
+        inputs = [value, *self.grid_constants(name, self.grids[name])]
+        self.nodes.append(helper.make_node("QuantizeLinear", inputs, [name], f"{name}/round"))
+        self.dequantize(name, name, self.grids[name])
 
     def gather(self, node: onnx.NodeProto) -> None:
         """Rows of a table that is on its grid already: found in its own width, then as wide as all others."""
@@ -235,11 +183,13 @@ class _Quantizer:
     def read(self, name: str) -> str:
         return self.given.get(name, name)  # ids and masks are read as they are
 
-    def convert(self, name: str) -> str:
-        """The value in the width of products, made once for all that read it so."""
-        label = f"{name}/narrowed"
+    def convert(self, name: str, how: str, grid: ValueGrid) -> str:
+        """The value on another grid, made once for all that read it so."""
+        if grid == self.grids[name]:
+            return self.read(name)
+        label = f"{name}/{how}"
         if label not in self.given:
-            self.round(label, self.read(name), self.narrow(name))
+            self.round(label, self.read(name), grid)
         return self.given[label]
 
     def round(self, label: str, value: str, grid: ValueGrid) -> str:
@@ -366,7 +316,7 @@ class _Quantizer:
 
     def grid_constants(self, name: str, grid: ValueGrid) -> list[str]:
         self.put(f"{name}/scale", np.array(grid.scale, np.float32))
-        self.put(f"{name}/zero", np.array(grid.zero, f"u{grid.bits // 8}"))
+        self.put(f"{name}/zero", np.array(grid.zero, grid.code_type))
         return [f"{name}/scale", f"{name}/zero"]
 
     def put(self, name: str, values: NDArray[Any]) -> None:
@@ -378,8 +328,8 @@ def _is_transposed(node: onnx.NodeProto) -> bool:
     return any(each.name == "transB" and each.i for each in node.attribute)
 
 
-def _typed(info: onnx.ValueInfoProto, element_type: int) -> onnx.ValueInfoProto:
+def _typed(info: onnx.ValueInfoProto, grid: ValueGrid) -> onnx.ValueInfoProto:
     changed = onnx.ValueInfoProto()
     changed.CopyFrom(info)
-    changed.type.tensor_type.elem_type = element_type
+    changed.type.tensor_type.elem_type = TYPES[grid.bits, grid.is_signed]
     return changed

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from quantkit.export.graph import Graph
-from quantkit.export.quantize_static import Ranges
 from quantkit.export.static_weights import (
     Floats,
     half_rows,
@@ -20,6 +19,7 @@ from quantkit.export.static_weights import (
     table_values,
     weight_IO,
 )
+from quantkit.export.value_grid import Ranges
 from quantkit.records import Activation
 from quantkit.tensor_records import HALVES, Checkpoint, Contents, Pack, TableEntry
 

@@ -95,7 +95,7 @@ NPU = Target(
     "integer (QDQ); opset 21, or 23 where the model has RMS norms",
     fused_operators=frozenset(),
     standard_operators=STATIC,
-    element_types=frozenset({"FLOAT", "INT8", "UINT8", "UINT16", "INT32", "INT64"}),
+    element_types=frozenset({"FLOAT", "INT8", "UINT8", "INT16", "UINT16", "INT32", "INT64"}),
     is_static=True,
 )
 TARGETS: dict[str, Target] = {

@@ -23,7 +23,7 @@ from typing import Any
 import onnxruntime
 import psutil
 
-from quantkit.runtime.providers import Provider, device_of, one_line, open_on, version_of
+from quantkit.runtime.providers import Provider, device_of, one_line, open_on, options_of, version_of
 from quantkit.runtime.throughput import cache_folder
 
 FOLDER = "compiled"
@@ -76,7 +76,7 @@ def origin_of(provider: Provider, model: Path) -> Origin:
         provider_version=version_of(provider),
         onnxruntime=onnxruntime.__version__,
         device=device_of(provider),
-        options=json.dumps(dict(provider.session_options), sort_keys=True),
+        options=json.dumps(options_of(provider), sort_keys=True),
         model_sha256=model_hash(model),
     )
 

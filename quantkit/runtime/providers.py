@@ -45,6 +45,8 @@ class Provider:
     session_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # the same for the wheels that hold it built in
     wheel_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # what is added where it only emulates a device
+    emulation_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     target: str = "cpu"  # the --target whose files it runs whole
     emulates_on_cpu: bool = False  # a device of type CPU then means emulation, not the real thing
     keeps_memory_pattern: bool = True  # False: it forbids onnxruntime's plan of buffers made ahead
@@ -155,11 +157,13 @@ PROVIDERS: dict[str, Provider] = {
             plugin_module="onnxruntime_qnn",
             target="npu",
             description="Qualcomm's Hexagon NPU (HTP); the Linux x86-64 wheel emulates it on the CPU",
-            needs="a Snapdragon NPU or its emulation; static shapes and a QDQ graph",
+            needs="a Snapdragon NPU (for 16 bits HTP v73) or its emulation; static shapes and a QDQ graph",
             install="pip install 'quantkit-onnx[qnn]'",
             platforms=("linux", "win32"),
             # The second makes integers at the graph's ends its work too, as a ban on fallback does.
             session_options={"backend_type": "htp", "offload_graph_io_quantization": "0"},
+            # The first generation that multiplies 16-bit activations: Snapdragon 8 Gen 2 and X Elite.
+            emulation_options={"htp_arch": "73"},
             emulates_on_cpu=True,
             keeps_compiled=True,
         ),
@@ -199,7 +203,7 @@ def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:  # noqa
 
     options.enable_mem_pattern = provider.keeps_memory_pattern
     if provider.source == "plugin" and installed_version(provider) is not None:
-        options.add_provider_for_devices([chosen_device(provider)], dict(provider.session_options))
+        options.add_provider_for_devices([chosen_device(provider)], options_of(provider))
         return onnxruntime.InferenceSession(path, options)
     wheel_options = dict(provider.wheel_options)
     if provider.threads_option and options.intra_op_num_threads:
@@ -209,6 +213,12 @@ def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:  # noqa
     if provider.onnxruntime_name not in session.get_providers():
         raise RuntimeError(f"a session drops it for the CPU; it needs: {provider.needs}")
     return session
+
+
+def options_of(provider: Provider) -> dict[str, str]:
+    """What its sessions are told here."""
+    emulates = provider.emulates_on_cpu and chosen_device(provider).device.type.name == "CPU"
+    return {**provider.session_options, **(provider.emulation_options if emulates else {})}
 
 
 def chosen_device(provider: Provider) -> Any:  # noqa: ANN401 - an untyped OrtEpDevice

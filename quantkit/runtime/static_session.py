@@ -32,6 +32,7 @@ Floats = NDArray[np.float32]
 TYPES: dict[str, Any] = {
     "tensor(float)": np.float32,
     "tensor(uint8)": np.uint8,
+    "tensor(int16)": np.int16,
     "tensor(uint16)": np.uint16,
     "tensor(int32)": np.int32,
 }

@@ -12,7 +12,8 @@ from exporting import NOTHING, export
 from quantkit.checkpoint import open_checkpoint
 from quantkit.export.emit_static import StaticShape, emit_static
 from quantkit.export.graph import save
-from quantkit.export.quantize_static import Bits, quantize_static, showing_ranges
+from quantkit.export.quantize_static import Bits, quantize_static
+from quantkit.export.showing import showing_ranges
 from quantkit.export.targets import Target
 from quantkit.model.inspect import inspect
 from quantkit.runtime.static_ranges import observe_ranges

@@ -13,7 +13,8 @@ from static_graphs import emit_both, round_both
 
 from quantkit.errors import InputError
 from quantkit.export.emit_static import StaticShape, why_not_static
-from quantkit.export.quantize_static import Bits, ValueGrid
+from quantkit.export.quantize_static import Bits
+from quantkit.export.value_grid import ValueGrid
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.recipe import Recipe, override
@@ -122,7 +123,17 @@ def test_every_value_between_operators_is_an_integer(tmp_path):
         floats = [each.name for each in model.graph.initializer if each.data_type == 1 and each.dims]
         assert all(name.endswith("/scales") for name in floats)
         caches = [each for each in model.graph.input if each.name.startswith("past")]
-        assert all(each.type.tensor_type.elem_type == onnx.TensorProto.UINT16 for each in caches)
+        assert all(each.type.tensor_type.elem_type == onnx.TensorProto.INT16 for each in caches)
+        zeros = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+        gives = {
+            node.output[0]: node.input[2] for node in model.graph.node if node.op_type == "DequantizeLinear"
+        }
+        products = [node for node in model.graph.node if node.op_type == "MatMul"]
+        between = [
+            node for node in products if makers[node.input[1]] and zeros[gives[node.input[1]]].ndim == 0
+        ]
+        assert len(between) == 2 * FAMILIES["llama"].tiny["num_hidden_layers"]
+        assert all(zeros[gives[node.input[1]]].dtype == np.int16 for node in between), "8 bits of others"
 
 
 def test_logits_of_one_token_are_those_among_all(tmp_path):

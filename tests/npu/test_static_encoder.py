@@ -22,7 +22,8 @@ from quantkit.errors import InputError
 from quantkit.export.emit_encoder import HEADS
 from quantkit.export.emit_static_encoder import emit_static_encoder, why_not_static_encoder
 from quantkit.export.graph import save
-from quantkit.export.quantize_static import Bits, quantize_static, showing_ranges
+from quantkit.export.quantize_static import Bits, quantize_static
+from quantkit.export.showing import showing_ranges
 from quantkit.export.targets import Target
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError
-from quantkit.export.quantize_static import showing_ranges, showing_values
+from quantkit.export.showing import showing_ranges, showing_values
 from quantkit.runtime.static_ranges import observe_ranges
 
 RNG = np.random.default_rng(0)

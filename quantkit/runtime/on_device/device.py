@@ -27,6 +27,7 @@ TYPES: dict[str, Any] = {
     "tensor(int64)": np.int64,
     "tensor(int8)": np.int8,
     "tensor(uint8)": np.uint8,
+    "tensor(int16)": np.int16,
     "tensor(uint16)": np.uint16,
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -84,7 +85,8 @@ def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> A
             onnxruntime.register_execution_provider_library(ep_name, plugin.get_library_path())
         found = [each for each in onnxruntime.get_ep_devices() if each.ep_name == ep_name]
         device = next((each for each in found if each.device.type.name == "NPU"), found[0])
-        options.add_provider_for_devices([device], {"backend_type": "htp"})
+        emulated = {"htp_arch": "73"} if device.device.type.name == "CPU" else {}
+        options.add_provider_for_devices([device], {"backend_type": "htp", **emulated})
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         kept = f"compiled/{Path(name).stem}.qnn"
         record = read(f"{kept}.json")
