@@ -15,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quantkit.grid import decode, from_bytes, from_halves
 from quantkit.records import Role, Rows
-from quantkit.schemes import BITS_IN_HALVES, Format, Grid
-from quantkit.tensor_records import HALVES, Checkpoint
+from quantkit.schemes import Format, Grid
+from quantkit.tensor_records import Checkpoint
 
 LARGEST_CODE = 127
 NUM_UNSIGNED_STEPS = 255
@@ -54,8 +53,10 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
         if table["grid"] and table["name"] not in tied:
             embedding: Any = parents[table["name"]]
             with torch.no_grad():
-                values_np = block_values(checkpoint, table["name"], table["grid"], embedding.weight.shape[1])
-                embedding.weight.copy_(torch.from_numpy(values_np))
+                values_VI = checkpoint.weight_OI(
+                    table["name"], Grid(**table["grid"]), embedding.weight.shape[1]
+                )
+                embedding.weight.copy_(torch.from_numpy(values_VI))
     return module
 
 
@@ -80,25 +81,7 @@ def _stored_values(checkpoint: Checkpoint, pack: Mapping[str, Any], columns: int
     name = pack["name"]
     if pack["grid"] is None:
         return np.ascontiguousarray(checkpoint.read(f"{name}.weight_IO").T)
-    if pack["grid"]["bits"] == BITS_IN_HALVES:
-        codes_OI = from_halves(*(checkpoint.read(f"{name}.{half}") for half in HALVES))
-        return np.asarray(codes_OI * checkpoint.read(f"{name}.scales")[:, None], np.float32)
-    if pack["grid"]["block"] is None:
-        scales, codes_IO = checkpoint.read(f"{name}.scales"), checkpoint.read(f"{name}.codes_IO")
-        return np.ascontiguousarray((codes_IO * scales[None, :]).T)
-    return block_values(checkpoint, name, pack["grid"], columns)
-
-
-def block_values(
-    checkpoint: Checkpoint, name: str, grid: Mapping[str, Any], columns: int
-) -> NDArray[np.float32]:
-    """A matrix stored in blocks, as [out, in]."""
-    bits, scales = grid["bits"], checkpoint.read(f"{name}.scales")
-    codes = from_bytes(checkpoint.read(f"{name}.codes"), bits, grid["block"])
-    zeros = None
-    if not grid.get("is_symmetric", True):
-        zeros = from_bytes(checkpoint.read(f"{name}.zeros"), bits, scales.shape[1])
-    return decode(codes, scales, columns, zeros)
+    return checkpoint.weight_OI(name, Grid(**pack["grid"]), columns)
 
 
 def rows_of(rows: Rows) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.schemes import BITS_IN_HALVES, Grid
+from quantkit.schemes import Grid
 
 Floats = NDArray[np.float32]
 Codes = NDArray[np.int8]  # int16 on a grid of 16 bits
@@ -70,7 +70,7 @@ def encode(weight_OI: Floats, scales: Floats, grid: Grid, zeros: Codes | None = 
     if zeros is not None:
         codes += zeros[:, :, None]
     np.clip(codes, grid.lowest, grid.largest, out=codes)
-    return codes.astype(np.int16 if grid.bits == BITS_IN_HALVES else np.int8)
+    return codes.astype(np.int16 if grid.in_halves else np.int8)
 
 
 def halves_of(codes: NDArray[Any]) -> tuple[NDArray[np.int8], NDArray[np.int8]]:

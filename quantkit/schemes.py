@@ -31,9 +31,14 @@ class Grid:
     is_symmetric: bool = True
 
     @property
+    def in_halves(self) -> bool:
+        """Whether a code is stored as two of 8 bits."""
+        return self.bits == BITS_IN_HALVES
+
+    @property
     def largest(self) -> int:
         """The largest code; of 16 bits the largest whose both halves have a sign of their own."""
-        if self.bits == BITS_IN_HALVES:
+        if self.in_halves:
             return LARGEST_IN_HALVES
         return (1 << (self.bits - 1)) - 1
 

@@ -28,6 +28,7 @@ from quantkit.export.lower import lower
 from quantkit.export.rotary import context_of
 from quantkit.export.targets import DEFAULT_TARGET, TARGETS, format_on
 from quantkit.export.trace import trace
+from quantkit.export.written import read_written
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
 from quantkit.model.tensors import TensorSource
@@ -68,9 +69,8 @@ class Exported:
 
 def held_bytes(folder: Path, graphs: Sequence[Path]) -> int:
     """Bytes of graphs and of what they read; a checkpoint that was kept for its own sake is neither."""
-    texts = [path.read_bytes() for path in graphs]
-    beside = [name for name in (WEIGHTS_FILE, SHARED_FILE) if any(name.encode() in text for text in texts)]
-    return sum(map(len, texts)) + sum((folder / name).stat().st_size for name in beside)
+    beside = {folder / name for path in graphs for name in read_written(path).data_files}
+    return sum(path.stat().st_size for path in (*graphs, *beside))
 
 
 def require_tensors(contents: Contents, source: TensorSource, where: str) -> None:

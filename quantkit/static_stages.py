@@ -36,7 +36,7 @@ from quantkit.records import ModelMap, Plan
 from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.static_ranges import Ranges, observe_ranges
 from quantkit.runtime.text import TOKENIZER_FILE, open_text
-from quantkit.schemes import AUTO, BITS_IN_HALVES, DEFAULT_STATIC_SCHEME, SCHEMES, static_bits
+from quantkit.schemes import AUTO, DEFAULT_STATIC_SCHEME, SCHEMES, static_bits
 from quantkit.stages import (
     SHARED_FILE,
     Count,
@@ -74,22 +74,23 @@ class StaticWork:
     windows: NDArray[np.int64]  # of calibration text, [number, tokens]
 
     def ranges(self, model: ModelProto, feeds: list[Feeds]) -> Ranges:
-        """What every value of a float graph reaches."""
+        """What every value of a float graph reaches, with room for texts that reach further."""
+        assert self.bits is not None, "the target has floats between operators"
         opened, names = showing_ranges(model)
         path, weights = self.folder / RANGES_FILE, self.folder / RANGES_WEIGHTS
         try:
             share_weights({RANGES_FILE: opened}, weights, kept_in=self.checkpoint.path)
             save(opened, path)
-            return observe_ranges(path, names, feeds)
+            seen = with_headroom(observe_ranges(path, names, feeds), self.bits.values)
         finally:
             path.unlink(missing_ok=True)
             weights.unlink(missing_ok=True)
+        return {**seen, **known_ranges(self.checkpoint, self.contents, self.model_map.embedding_scale or 1.0)}
 
     def rounded(self, model: ModelProto, ranges: Ranges) -> ModelProto:
         """The float graph in integers."""
         assert self.bits is not None, "the target has floats between operators"
-        known = known_ranges(self.checkpoint, self.contents, self.model_map.embedding_scale or 1.0)
-        return quantize_static(model, {**ranges, **known}, self.bits, kept_in=self.checkpoint.path.parent)
+        return quantize_static(model, ranges, self.bits, kept_in=self.checkpoint.path.parent)
 
 
 def decoder_graphs(work: StaticWork) -> dict[str, ModelProto]:
@@ -115,8 +116,7 @@ def decoder_graphs(work: StaticWork) -> dict[str, ModelProto]:
     feeds: list[Feeds] = [
         {"input_ids": row[None].astype(np.int32), "attention_mask": shown} for row in work.windows
     ]
-    seen = work.ranges(emit(StaticShape(tokens=work.windows.shape[1])), feeds)
-    ranges = with_headroom(seen, work.bits.values)
+    ranges = work.ranges(emit(StaticShape(tokens=work.windows.shape[1])), feeds)
     return {name: work.rounded(emit(shape), ranges) for name, shape in shapes.items()}
 
 
@@ -139,8 +139,7 @@ def encoder_graphs(work: StaticWork) -> dict[str, ModelProto]:
         {name: values for name, values in each.items() if name in names}
         for each in encoder_texts(work.windows[:, : work.prompt], work.prompt, frame)
     ]
-    ranges = with_headroom(work.ranges(model, feeds), work.bits.values)
-    return {MODEL_FILE: work.rounded(model, ranges)}
+    return {MODEL_FILE: work.rounded(model, work.ranges(model, feeds))}
 
 
 def with_headroom(ranges: Ranges, bits: int) -> Ranges:
@@ -288,7 +287,7 @@ def static_contents(
     )
     tables = [
         entry
-        if entry.grid is not None and entry.grid.bits == BITS_IN_HALVES
+        if entry.grid is not None and entry.grid.in_halves
         else replace(entry, grid=None, shares=entry.table.tied_to)
         for entry in contents.tables
     ]

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.grid import Floats, decode, from_bytes, from_halves
 from quantkit.plan import matches
 from quantkit.records import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Plan, Role, Rows
-from quantkit.schemes import BITS_IN_HALVES, FLOAT, Format, Grid, Scheme, format_for, in_blocks
+from quantkit.schemes import FLOAT, Format, Grid, Scheme, format_for, in_blocks
 
 DTYPES: dict[str, Any] = {  # as safetensors spells them
     "F32": np.float32,
@@ -71,6 +72,19 @@ class Checkpoint:
             self.path, DTYPES[slot.spec.dtype], math.prod(slot.spec.shape), offset=slot.offset
         )
         return values.reshape(slot.spec.shape)
+
+    def weight_OI(self, name: str, grid: Grid, columns: int) -> Floats:
+        """The values that the stored codes of a matrix stand for."""
+        scales = self.read(f"{name}.scales")
+        if grid.in_halves:
+            codes_OI = from_halves(*(self.read(f"{name}.{half}") for half in HALVES))
+            return np.asarray(codes_OI * scales[:, None], np.float32)
+        if grid.block is None and f"{name}.codes_IO" in self.slots:
+            return np.ascontiguousarray((self.read(f"{name}.codes_IO") * scales).T, np.float32)
+        codes, zeros = from_bytes(self.read(f"{name}.codes"), grid.bits, grid.block or columns), None
+        if not grid.is_symmetric:
+            zeros = from_bytes(self.read(f"{name}.zeros"), grid.bits, grid.num_blocks(columns))
+        return decode(codes, scales, columns, zeros)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +186,7 @@ def _floats(name: str, *shape: int) -> TensorSpec:
 def _matrix_tensors(name: str, rows: int, columns: int, grid: Grid | None) -> tuple[TensorSpec, ...]:
     if grid is None:
         return (_floats(f"{name}.weight_IO", columns, rows),)
-    if grid.bits == BITS_IN_HALVES:
+    if grid.in_halves:
         halves = [TensorSpec(name=f"{name}.{half}", dtype="I8", shape=(rows, columns)) for half in HALVES]
         return (*halves, _floats(f"{name}.scales", rows))
     if grid.block is None:  # the operator for per-channel weights reads them transposed

@@ -15,7 +15,6 @@ from quantkit.export.static_weights import (
     Floats,
     half_rows,
     halves_OI,
-    in_halves,
     table_values,
     weight_IO,
 )
@@ -36,7 +35,7 @@ def product(graph: Graph, contents: Contents, pack: Pack, x: str) -> str:
     """x W^T + b for rows x [tokens, in]."""
     name = pack.name
     graph.integer_nodes[name] = [layer.name for layer in pack.layers]  # once it is quantized
-    if in_halves(pack.grid):
+    if pack.grid is not None and pack.grid.in_halves:
         return _two_products(graph, pack, x)
     weight = weight_IO(graph, pack, contents)
     if pack.has_bias:
@@ -76,7 +75,7 @@ def rows(graph: Graph, name: str, table: Floats, ids: str, *sizes: int) -> str:
 
 def token_rows(graph: Graph, entry: TableEntry, ids: str, *sizes: int, factor: float = 1.0) -> str:
     """Rows of an embedding, times a factor, in the wanted shape; those of a head where it shares them."""
-    if not in_halves(entry.grid):
+    if entry.grid is None or not entry.grid.in_halves:
         table = table_values(graph.checkpoint, entry) * np.float32(factor)
         return rows(graph, EMBEDDING, table, ids, *sizes)
     assert entry.shares is not None
@@ -96,7 +95,7 @@ def known_ranges(checkpoint: Checkpoint, contents: Contents, factor: float = 1.0
     """Of values that a table bounds, whatever few tokens of it a calibration has met."""
     found: dict[str, tuple[float, float, float]] = {}
     for entry in contents.tables:
-        if in_halves(entry.grid):
+        if entry.grid is not None and entry.grid.in_halves:
             table = table_values(checkpoint, entry)
             low, high = (float(each) * factor for each in (table.min(), table.max()))
             found[f"{EMBEDDING}/out0"] = (low, high, low)

@@ -8,14 +8,11 @@ rounds them to it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.export.graph import Graph
-from quantkit.grid import decode, from_bytes, from_halves
-from quantkit.schemes import BITS_IN_HALVES, Grid
 from quantkit.tensor_records import HALVES, Checkpoint, Contents, Pack, TableEntry
 
 Floats = NDArray[np.float32]
@@ -36,13 +33,8 @@ def weight_IO(graph: Graph, pack: Pack, contents: Contents) -> str:
         entry = next(each for each in contents.tables if each.table.name == pack.table)
         values = table_values(graph.checkpoint, entry)
     else:
-        values = _in_blocks(graph.checkpoint, name, grid, pack.in_features)
+        values = graph.checkpoint.weight_OI(name, grid, pack.in_features)
     return graph.constant(f"{name}.weight_IO", np.ascontiguousarray(values.T))
-
-
-def in_halves(grid: Grid | None) -> bool:
-    """Whether codes are stored as two of eight bits."""
-    return grid is not None and grid.bits == BITS_IN_HALVES
 
 
 def halves_OI(graph: Graph, name: str) -> list[str]:
@@ -77,19 +69,4 @@ def table_values(checkpoint: Checkpoint, entry: TableEntry) -> Floats:
     holder = entry.shares or entry.table.name
     if entry.grid is None:
         return np.asarray(checkpoint.read(f"{holder}.weight"), np.float32)
-    if in_halves(entry.grid):
-        codes_OI = from_halves(*(checkpoint.read(f"{holder}.{half}") for half in HALVES))
-        return np.asarray(codes_OI * checkpoint.read(f"{holder}.scales")[:, None], np.float32)
-    if entry.grid.block is None and f"{holder}.codes_IO" in checkpoint.slots:
-        scales: NDArray[Any] = checkpoint.read(f"{holder}.scales")
-        return np.ascontiguousarray((checkpoint.read(f"{holder}.codes_IO") * scales).T, np.float32)
-    return _in_blocks(checkpoint, holder, entry.grid, entry.table.num_columns)
-
-
-def _in_blocks(checkpoint: Checkpoint, name: str, grid: Grid, columns: int) -> Floats:
-    stored, scales = checkpoint.read(f"{name}.codes"), checkpoint.read(f"{name}.scales")
-    codes = from_bytes(stored, grid.bits, grid.block or columns)
-    zeros = None
-    if not grid.is_symmetric:
-        zeros = from_bytes(checkpoint.read(f"{name}.zeros"), grid.bits, grid.num_blocks(columns))
-    return decode(codes, scales, columns, zeros)
+    return checkpoint.weight_OI(holder, entry.grid, entry.table.num_columns)

@@ -25,7 +25,7 @@ from quantkit.grid import Encoded, Floats, decode_all, halves_of, to_bytes
 from quantkit.quantizers import PLAIN, QUANTIZERS, Quantizer
 from quantkit.quantizers.losses import Sums, sums_of
 from quantkit.records import Layer
-from quantkit.schemes import BITS_IN_HALVES, Format, Grid
+from quantkit.schemes import Format, Grid
 from quantkit.tensor_records import HALVES, Contents, Evidence, Pack, TableEntry
 
 Part = tuple[str, NDArray[Any]]
@@ -115,7 +115,7 @@ class _Stream:
                 yield f"{pack.name}.weight_IO", self.float_IO(pack, transposed)
             else:
                 self.progress(pack.out_features * pack.in_features)
-        elif pack.grid.bits == BITS_IN_HALVES:
+        elif pack.grid.in_halves:
             yield from self.halves(pack, pack.grid, transposed, seen)
         elif pack.grid.block is None:
             yield from self.transposed_codes(pack, pack.grid, transposed, seen, shift_O)
@@ -271,7 +271,7 @@ def _scales(name: str, made: list[tuple[Floats, NDArray[np.int8] | None]], grid:
 
 def usable(quantizer: Quantizer, seen: Evidence | None, grid: Grid) -> Quantizer:
     """The fit itself, or the plain one: where calibration did not see what it wants, and at 16 bits."""
-    if grid.bits == BITS_IN_HALVES:
+    if grid.in_halves:
         return QUANTIZERS[PLAIN]
     is_blind = quantizer.wants and (seen is None or not has_all(seen, quantizer.wants))
     return QUANTIZERS[PLAIN] if is_blind else quantizer

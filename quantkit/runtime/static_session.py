@@ -23,19 +23,13 @@ from quantkit.errors import InputError
 from quantkit.runtime import compiled
 from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.generate import Sampling, checked, continue_rows
+from quantkit.runtime.placement import TYPES
 from quantkit.runtime.provider_status import provider_status
 from quantkit.runtime.providers import PROVIDERS, open_on
 from quantkit.runtime.session import DECODE_FILE, PROMPT_FILE
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
-TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(uint8)": np.uint8,
-    "tensor(int16)": np.int16,
-    "tensor(uint16)": np.uint16,
-    "tensor(int32)": np.int32,
-}
 PAST, PRESENT = "past_key_values.", "present."
 # The CPU has no products of 16-bit codes: it makes floats of weights in every run, unless told to do it once.
 FOLDED_WEIGHTS = ("session.disable_quant_qdq", "1")

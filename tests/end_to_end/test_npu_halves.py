@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -53,34 +54,21 @@ def test_a_weight_is_within_half_a_step():
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(artifact, its model in torch) by family."""
-    found = {}
 
+    @functools.cache
     def ask(name: str):
-        if name not in found:
-            folder = tmp_path_factory.mktemp(name)
-            row = FAMILIES[name]
-            model = build_tiny(row.tiny_class, {**row.tiny, "vocab_size": VOCABULARY})
-            model.save_pretrained(folder / "model")
-            (folder / "quick.yaml").write_text(QUICK)
-            tokens = np.random.default_rng(1).integers(1, VOCABULARY, 8 * 24 + 1)
-            np.save(folder / "ids.npy", tokens)
-            ran = quantkit(
-                *(
-                    "quantize",
-                    str(folder / "model"),
-                    "--min-dim",
-                    "1",
-                    "--target",
-                    "npu",
-                    "--keep-checkpoint",
-                ),
-                *("--recipe", str(folder / "quick.yaml"), "--calibration-text", str(folder / "ids.npy")),
-                *("--prompt-length", str(PROMPT), "--cache-length", str(CACHE), "--transform", "none"),
-                *("-o", str(folder / "out")),
-            )
-            assert ran.returncode == 0, ran.stderr
-            found[name] = (folder / "out", model)
-        return found[name]
+        folder = tmp_path_factory.mktemp(name)
+        row = FAMILIES[name]
+        model = build_tiny(row.tiny_class, {**row.tiny, "vocab_size": VOCABULARY})
+        model.save_pretrained(folder / "model")
+        (folder / "quick.yaml").write_text(QUICK)
+        np.save(folder / "ids.npy", np.random.default_rng(1).integers(1, VOCABULARY, 8 * 24 + 1))
+        texts = ("--recipe", str(folder / "quick.yaml"), "--calibration-text", str(folder / "ids.npy"))
+        lengths = ("--prompt-length", str(PROMPT), "--cache-length", str(CACHE))
+        ways = ("--min-dim", "1", "--target", "npu", "--keep-checkpoint", "--transform", "none")
+        ran = quantkit("quantize", str(folder / "model"), *ways, *texts, *lengths, "-o", str(folder / "out"))
+        assert ran.returncode == 0, ran.stderr
+        return folder / "out", model
 
     return ask
 

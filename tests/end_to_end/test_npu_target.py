@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -55,19 +56,17 @@ def build(name: str, folder: Path):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(artifact, its model in torch) by family, quantized when first asked for."""
-    found = {}
 
+    @functools.cache
     def ask(name: str):
-        if name not in found:
-            folder = tmp_path_factory.mktemp(name)
-            model = build(name, folder / "model")
-            times = "true" if name == "gpt2" else "false"
-            (folder / "quick.yaml").write_text(QUICK % (times, times))
-            arguments = ("--recipe", str(folder / "quick.yaml"), "-o", str(folder / "out"), "--json")
-            ran = quantkit("quantize", str(folder / "model"), *TINY, *LENGTHS, *arguments)
-            assert ran.returncode == 0, ran.stderr
-            found[name] = (folder / "out", model)
-        return found[name]
+        folder = tmp_path_factory.mktemp(name)
+        model = build(name, folder / "model")
+        times = "true" if name == "gpt2" else "false"
+        (folder / "quick.yaml").write_text(QUICK % (times, times))
+        arguments = ("--recipe", str(folder / "quick.yaml"), "-o", str(folder / "out"), "--json")
+        ran = quantkit("quantize", str(folder / "model"), *TINY, *LENGTHS, *arguments)
+        assert ran.returncode == 0, ran.stderr
+        return folder / "out", model
 
     return ask
 

@@ -44,7 +44,8 @@ def test_every_family_compiles_whole_and_agrees_with_the_cpu(name, bits, tmp_pat
         for each in ("qnn", "cpu")
     )
     made, wanted = (logits_of(each, windows[0], 6) for each in (npu, cpu))
-    assert error(made, wanted).relative < (0.02 if bits.products == 16 else 0.1)
+    # of an unsigned second factor this backend would make 8 bits: 70 steps of error instead of 2
+    assert error(made, wanted).relative < (0.002 if bits.products == 16 else 0.1)
 
 
 def test_the_bundled_model(tmp_path):
@@ -70,21 +71,6 @@ def test_the_bundled_model(tmp_path):
     made, wanted = (logits_of(each, ids[:16], 12) for each in (npu, floats))
     assert error(made, wanted).relative < 0.05
     assert (made.argmax(-1) == wanted.argmax(-1)).mean() >= 0.8
-
-
-def test_products_of_two_values_keep_16_bits(tmp_path):
-    """Of an unsigned second factor this backend makes 8 bits: rms errors of 70 steps instead of 2."""
-    build_tiny(FAMILIES["llama"].tiny_class, FAMILIES["llama"].tiny).save_pretrained(tmp_path / "model")
-    windows = np.random.default_rng(1).integers(1, 60, (12, 12))
-    graphs = emit_both(tmp_path / "model", tmp_path / "out", prompt=12, past=20, gives_all_logits=False)
-    paths = round_both(graphs, windows, Bits()).save("integers")
-    npu, cpu = (
-        join(*(open_static_session(paths[kind], provider=each) for kind in ("prompt", "decode")))
-        for each in ("qnn", "cpu")
-    )
-    made, wanted = (logits_of(each, windows[0], 6) for each in (npu, cpu))
-    found = error(made, wanted)
-    assert found.relative < 0.002
 
 
 def loss_of(logits, ids):

@@ -12,7 +12,7 @@ import device
 import numpy as np
 import onnxruntime
 
-ASKED = device.arguments(__doc__, "cpu")
+ASKED, STOPS = device.arguments(__doc__, "cpu"), device.stops()
 # Without VNNI an x86 CPU cuts off sums of 8-bit products, and this takes exact ones; the two products of one
 # weight that 16-bit inputs need it cannot rewrite.
 IS_EXACT = "static16" in str(device.read("manifest.json").get("scheme"))
@@ -42,7 +42,7 @@ def generate(ids: list[int]) -> Iterator[int]:
         token = choose(binding.get_outputs()[-1].numpy()[0, -1])
         held, chunk = filled, [token]
         yield token
-        if token in device.stops():
+        if token in STOPS:
             return
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import device
 import numpy as np
 
-ASKED = device.arguments(__doc__, "cpu", "qnn")
+ASKED, STOPS = device.arguments(__doc__, "cpu", "qnn"), device.stops()
 CONTINUES = (device.HERE / "decode.onnx").exists()
 NAMES = ("prompt.onnx", "decode.onnx") if CONTINUES else ("model.onnx",)
 # The CPU has no products of 16-bit codes; so it makes floats of weights once, and not in every run.
@@ -39,7 +39,7 @@ def generate(ids: list[int]) -> Iterator[int]:
         token = waiting.pop(0) if waiting else choose(made["logits"][0, -1])
         if place >= len(ids):  # a prompt that is longer than its graph goes on token by token
             yield token
-            if token in device.stops() or place - len(ids) + 1 >= ASKED.max_new_tokens:
+            if token in STOPS or place - len(ids) + 1 >= ASKED.max_new_tokens:
                 return
         mask = np.append(np.arange(CONTEXT - 1) < place, True)[None]  # the new token stands behind all
         one = {"input_ids": [[token]], "attention_mask": mask, "position_ids": [[place]], **caches}
