@@ -98,10 +98,10 @@ class Scheme:
     description: str
 
 
-def _blocks(size: int, remark: str) -> Scheme:
+def _blocks(size: int, remark: str, *, head: int | None = None) -> Scheme:
     return Scheme(
         body=in_blocks(size),
-        head=in_blocks(size),
+        head=in_blocks(head or size),
         description=f"INT8 weights and activations, one scale for each {size} inputs; {remark}",
     )
 
@@ -124,7 +124,8 @@ def _nibbles(size: int, *, is_symmetric: bool = True) -> Scheme:
 SCHEMES: dict[str, Scheme] = {
     "int8_block16": _blocks(16, "the most accurate, the largest"),
     "int8_block32": _blocks(32, "the most accurate at a moderate size"),
-    "int8_block64": _blocks(64, "small, fast, and rows that do not depend on their batch"),
+    # Nothing behind a head rounds again, so larger blocks there let no row depend on its batch.
+    "int8_block64": _blocks(64, "small, fast, and rows that do not depend on their batch", head=128),
     "int8_block128": _blocks(128, "the smallest and fastest of them"),
     "int8_channel": _channels(
         "tensor",

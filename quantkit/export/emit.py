@@ -152,15 +152,12 @@ class Decoder:
         graph = self.graph
         total = graph.op("Shape", mask, start=1, end=2)
         last = graph.op("ArgMax", mask, axis=1, keepdims=0, select_last_index=1)
-        added = graph.constant("hidden_shown", np.array([-operators.MASKED, 0], np.float32))
-        row = graph.op("Unsqueeze", graph.op("Gather", added, mask), graph.integers(1, 2))
         num_new = graph.op("Shape", ids, start=1, end=2)
-        shape = graph.op("Concat", num_new, graph.integers(1), axis=0)
         return Shared(
             last=last,
             lengths=graph.op("Cast", last, to=TensorProto.INT32),
             total=graph.op("Squeeze", graph.op("Cast", total, to=TensorProto.INT32)),
-            bias=graph.op("Expand", row, shape),
+            bias=operators.hidden_keys(graph, mask, num_new),
             positions=positions,
             num_new=num_new,
         )

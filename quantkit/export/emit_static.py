@@ -12,7 +12,7 @@ Two graphs of fixed shape for prompt and token, e.g. in Xu et al. 2024 (https://
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,6 @@ from quantkit.records import (
 )
 from quantkit.tensor_records import Checkpoint, Contents, Pack
 
-OPSETS = {NormKind.LAYER_NORM: (21, 10), NormKind.RMS_NORM: (23, 11)}  # the first with all operators; its IR
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticShape:
@@ -72,11 +70,6 @@ def why_not_static(model_map: ModelMap, shape: StaticShape) -> str | None:
     if reason is None and model_map.max_positions and shape.total > model_map.max_positions:
         reason = f"it has {model_map.max_positions} positions, and {shape.total} were asked for"
     return reason
-
-
-def opset_of(model_map: ModelMap) -> tuple[int, int]:
-    """(opset, IR version) that a static graph of this model needs at least."""
-    return max(OPSETS[norm.kind] for norm in model_map.norms)
 
 
 def emit_static(
@@ -109,10 +102,6 @@ def emit_static(
         spells_norms=spells_norms,
     ).build()
     described = {**metadata, "tokens": shape.tokens, "past": shape.past}
-    opset, ir_version = (
-        min(OPSETS.values()) if spells_norms else opset_of(model_map)
-    )  # no newer than it must be
-    target = replace(target, opset=opset, ir_version=ir_version, domains=())
     return graph.finish(name=model_map.name, target=target, metadata=described)
 
 

@@ -10,7 +10,7 @@ puts on top of the blocks is the row of `HEADS` that the fused graphs use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,6 @@ from quantkit.export.static_weights import table_values
 from quantkit.export.targets import Target
 from quantkit.records import Block, EmbeddingKind, ModelMap, Norm, NormPlace, Role
 from quantkit.tensor_records import Checkpoint, Contents, Pack
-
-OPSET, IR_VERSION = 21, 10  # the first in which 16-bit codes are given back as floats
 
 
 def why_not_static_encoder(model_map: ModelMap, tokens: int) -> str | None:
@@ -64,7 +62,6 @@ def emit_static_encoder(
         tokens=tokens,
     ).build()
     described = {**metadata, "tokens": tokens, "past": 0}
-    target = replace(target, opset=max(target.opset, OPSET), ir_version=max(target.ir_version, IR_VERSION))
     return graph.finish(name=model_map.name, target=target, metadata=described)
 
 

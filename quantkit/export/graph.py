@@ -29,6 +29,9 @@ ELEMENT_TYPES = {
     "U16": TensorProto.UINT16,
 }
 METADATA_KEY = "quantkit"
+# (opset, IR version) that a graph states unless an operator in it came later: no newer than it must be.
+USUAL_OPSET = (21, 10)  # the first in which 16-bit codes are given back as floats
+LATER_OPSETS: dict[str, tuple[int, int]] = {"Attention": (23, 11), "RMSNormalization": (23, 11)}
 ModelProto = onnx.ModelProto
 
 
@@ -141,15 +144,19 @@ class Graph:
 
     def finish(self, *, name: str, target: Target, metadata: Mapping[str, Any]) -> onnx.ModelProto:
         """The model."""
+        standard = (node.op_type for node in self.nodes if not node.domain)
+        opset, ir_version = max(
+            (LATER_OPSETS.get(each, USUAL_OPSET) for each in standard), default=USUAL_OPSET
+        )
         graph = helper.make_graph(
             self.nodes, name, self.inputs, self.outputs, list(self.initializers.values())
         )
         model = helper.make_model(
             graph,
             producer_name="quantkit",
-            ir_version=target.ir_version,
+            ir_version=ir_version,
             opset_imports=[
-                helper.make_opsetid("", target.opset),
+                helper.make_opsetid("", opset),
                 *(helper.make_opsetid(domain, 1) for domain in target.domains),
             ],
         )

@@ -21,6 +21,7 @@ from quantkit.tensor_records import Contents, Pack, TableEntry
 INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
 MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type
 SMALLEST_PEAK = 1e-20  # a token of zeros stays zeros
+LEAST = {"Relu": 0.0, "Gelu": -0.1701, "FastGelu": -0.1701}  # what an operator gives is this or more
 ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
     Activation.RELU: ("Relu", ""),
     Activation.GELU: ("Gelu", CONTRIB),
@@ -111,9 +112,16 @@ def _per_channel(graph: Graph, pack: Pack, x: str, bias: str) -> str:
 
 
 def _row_scaled(graph: Graph, pack: Pack, x: str, bias: str) -> str:
-    """The same with every token divided by its largest value first, so that one scale suits them all."""
-    peak = graph.op("ReduceMax", graph.op("Abs", x), graph.integers(-1), keepdims=1)
-    peak = graph.op("Max", peak, graph.constant("smallest", np.array(SMALLEST_PEAK, np.float32)))
+    """The same with every token divided by its largest value first, so that one scale suits them all.
+
+    Where all values are known to lie above some small negative one, they are divided by no less than that,
+    and the largest is found in one pass.
+    """
+    least = next((LEAST.get(node.op_type) for node in graph.nodes[::-1] if x in node.output), None)
+    sizes = graph.op("Abs", x) if least is None else x
+    smallest = np.array(max(-(least or 0.0), SMALLEST_PEAK), np.float32)
+    peak = graph.op("ReduceMax", sizes, graph.integers(-1), keepdims=1)
+    peak = graph.op("Max", peak, graph.constant(f"smallest_{smallest:g}", smallest))
     product = _per_channel(graph, pack, graph.op("Div", x, peak), "")
     product = graph.op("Mul", product, peak)
     return graph.op("Add", product, bias) if bias else product
@@ -161,6 +169,13 @@ def _halves(graph: Graph, both: str) -> str:
     parts = [graph.op("Unsqueeze", part, graph.integers(-1)) for part in (low, high)]
     pairs = graph.op("Concat", *parts, axis=-1)
     return graph.op("Reshape", pairs, graph.integers(0, 0, 0, -1))
+
+
+def hidden_keys(graph: Graph, mask: str, num_queries: str) -> str:
+    """What hides padding from every query when it is added to scores: [batch, 1, queries, keys]."""
+    added = graph.constant("hidden_shown", np.array([-MASKED, 0], np.float32))
+    row = graph.op("Unsqueeze", graph.op("Gather", added, mask), graph.integers(1, 2))
+    return graph.op("Expand", row, graph.op("Concat", num_queries, graph.integers(1), axis=0))
 
 
 def norm(graph: Graph, entry: Norm, contents: Contents, x: str) -> str:

@@ -81,10 +81,11 @@ STATIC = frozenset(
 )
 
 CPU_VNNI = Target(
-    opset=21,
-    ir_version=10,
+    opset=23,
+    ir_version=11,
     domains=("com.microsoft",),
-    description="onnxruntime 1.23 or newer on a CPU with VNNI: fused operators, float32 between them",
+    description="onnxruntime 1.23 or newer on a CPU with VNNI: fused operators, float32 between them; "
+    "opset 21, or 23 for encoders",
     machines=X86,
 )
 NPU = Target(
@@ -113,6 +114,8 @@ TARGETS: dict[str, Target] = {
     ),
     "gpu": replace(
         CPU_VNNI,
+        opset=21,
+        ir_version=10,
         description="onnxruntime on a GPU: fused operators with float16 between them, weights in blocks",
         fused_operators=FUSED
         - {"com.microsoft::DynamicQuantizeMatMul", "com.microsoft::MatMulIntegerToFloat"},

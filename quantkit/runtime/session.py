@@ -138,6 +138,9 @@ class State:
     lengths: Ints  # [batch]: places filled, padding on the left included
     positions: Ints  # [batch]: of each row's next token
     capacity: int
+    token: Ints  # [batch, 1], bound from one single token to the next, with its position
+    place: Ints
+    is_token_bound: bool = False
 
 
 def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
@@ -168,6 +171,8 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         lengths=np.zeros(batch, np.int64),
         positions=np.zeros(batch, np.int64),
         capacity=capacity,
+        token=np.zeros((batch, 1), np.int64),
+        place=np.zeros((batch, 1), np.int64),
     )
     weakref.finalize(state, decoder.spare.append, memory)
     return state
@@ -198,12 +203,12 @@ def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
     count = ids.shape[1]
     total = int(state.lengths.max()) + count
     assert total <= state.capacity, "the cache is full"
-    if state.lengths.any():
+    if total > count:
         assert mask is None or mask.all(), "only a prompt may be padded"
         assert count == 1 or len(ids) == 1, "later tokens of several rows come one at a time"
-        added = np.arange(count)
-        state.mask[np.arange(len(ids))[:, None], state.lengths[:, None] + added] = 1
-        positions = state.positions[:, None] + added
+        for row, length in enumerate(state.lengths.tolist()):
+            state.mask[row, length : length + count] = 1
+        positions = state.positions[:, None] + np.arange(count)
         state.lengths += count
         state.positions += count
     else:
@@ -216,13 +221,29 @@ def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
         positions = positions_of(shown, total)
         state.lengths[:] = total - shown[:, ::-1].argmax(axis=1)
         state.positions[:] = shown.sum(axis=1)
-    binding = state.binding
-    binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
+    return _run(state, ids, positions, total)
+
+
+def _run(state: State, ids: Ints, positions: Ints, total: int) -> Floats:
+    """Logits of the last token, in as little Python as can be.
+
+    The weights of a token pass through all caches, so whatever is interpreted between two tokens comes from
+    memory each time: binding everything anew and looking through all outputs took 5% of a token.
+    """
+    binding, decoder = state.binding, state.decoder
+    if ids.shape == state.token.shape:
+        state.token[:], state.place[:] = ids, positions
+        if not state.is_token_bound:
+            binding.bind_cpu_input("input_ids", state.token)
+            binding.bind_cpu_input("position_ids", state.place)
+    else:
+        binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
+        binding.bind_cpu_input("position_ids", positions)
+    state.is_token_bound = ids.shape == state.token.shape
     binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :total]))
-    binding.bind_cpu_input("position_ids", positions)
-    binding.bind_output("logits")
-    state.decoder.session.run_with_iobinding(binding)
-    logits: Floats = binding.get_outputs()[-1].numpy()
+    logits = np.empty((len(ids), 1, decoder.vocab_size), np.float32)
+    binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))
+    decoder.session.run_with_iobinding(binding)
     return logits[:, -1]
 
 

@@ -76,8 +76,14 @@ def faults(model, target="cpu"):
 def test_what_is_exported_keeps_the_promises(target, name, exported):
     model, row = graph_of(exported, target, name), TARGETS[target]
     assert faults(model, target) == []
-    assert {each.domain: each.version for each in model.opset_import} == {"": row.opset, "com.microsoft": 1}
-    assert model.ir_version == row.ir_version
+    opsets = {each.domain: each.version for each in model.opset_import}
+    # The standard's attention is the one operator that asks for more, and on a CPU what encoders have.
+    is_newest = any(node.op_type == "Attention" for node in model.graph.node)
+    assert is_newest == (name == "BertModel" and row.opset > 21)
+    assert opsets == {"": 23 if is_newest else 21, "com.microsoft": 1}
+    assert model.ir_version == (11 if is_newest else 10)
+    assert opsets[""] <= row.opset
+    assert model.ir_version <= row.ir_version
     assert set(row.domains) >= {node.domain for node in model.graph.node} - {""}
 
 
@@ -165,9 +171,9 @@ def test_opset_and_ir_version_are_bounds(exported):
     model, row = graph_of(exported, "cpu"), TARGETS["cpu"]
     model.ir_version = row.ir_version + 1
     next(each for each in model.opset_import if not each.domain).version = row.opset + 1
-    assert faults(model) == ["opset 22 is newer than 21", "IR version 11 is newer than 10"]
-    model.ir_version -= 2
-    next(each for each in model.opset_import if not each.domain).version -= 3
+    assert faults(model) == ["opset 24 is newer than 23", "IR version 12 is newer than 11"]
+    model.ir_version -= 3
+    next(each for each in model.opset_import if not each.domain).version -= 5
     assert faults(model) == []
 
 

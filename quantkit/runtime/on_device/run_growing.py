@@ -28,7 +28,9 @@ def generate(ids: list[int]) -> Iterator[int]:
         memory = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
         binding.bind_ortvalue_input(name, memory)
         binding.bind_ortvalue_output(name.replace("past_key_values", "present"), memory)
-    choose = device.chooser(ASKED)
+    width = next(each.shape[2] for each in SESSION.get_outputs() if each.name == "logits")
+    logits, choose = np.empty((1, 1, width), np.float32), device.chooser(ASKED)
+    binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))
     for _ in range(ASKED.max_new_tokens):
         filled = held + len(chunk)
         # Products take tokens in pairs and sum an odd one in another order: an odd prompt is padded by one.
@@ -37,9 +39,8 @@ def generate(ids: list[int]) -> Iterator[int]:
         binding.bind_cpu_input("input_ids", np.array([chunk + padding], np.int64))
         binding.bind_cpu_input("attention_mask", mask)
         binding.bind_cpu_input("position_ids", np.ascontiguousarray(mask.cumsum(axis=1)[:, held:] - 1))
-        binding.bind_output("logits")
         SESSION.run_with_iobinding(binding)
-        token = choose(binding.get_outputs()[-1].numpy()[0, -1])
+        token = choose(logits[0, -1])
         held, chunk = filled, [token]
         yield token
         if token in STOPS:
