@@ -6,10 +6,10 @@
     python scripts/bench_peers.py --only quantkit-int8_block128,llama.cpp --output /tmp
 
 Each peer gets a virtual environment of its own (pip alone; the first time ten minutes for llama.cpp) under
---cache. Then every system makes its artifact, and in each round each system in turn, in a fresh process, is
-timed by a file of scripts/peers; the machine's read bandwidth is measured in the same rounds. A peer that
-cannot be set up, or fails later, is a row with the reason. This file holds the order of things and no
-measurement: those are in scripts/peers, one file a peer.
+--cache. Then every system makes its artifact. In each round all of them are opened, each in a fresh process
+by a file of scripts/peers, and are then timed in short turns; the machine's read bandwidth takes its turns
+with them. A peer that cannot be set up, or fails later, is a row with the reason. This file holds the order
+of things and no measurement: those are in scripts/peers, one file a peer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from typing import Any
 from peers import timing
 from peers.page import bars, page
 from peers.systems import CALM_SHARE, DEFAULT_SCHEME, MODELS, SYSTEMS, System
-from peers.workplace import PEERS, Finished, PeerError, Workplace, run, say
+from peers.worker import Worker
+from peers.workplace import PEERS, PeerError, Workplace, say
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_MAKES = 2  # of what is compared by time and memory; the faster counts, on both sides
-NUM_RETRIES = 2  # of a timing during which other processes took more than CALM_SHARE of the processors
+BANDWIDTH = "bandwidth"  # takes its turns like a system
+NUM_RETRIES = 2  # of a turn during which other processes took more than CALM_SHARE of the processors
 
 
 def prepare(place: Workplace, name: str, model: str, made: dict[str, Any]) -> dict[str, Any]:
@@ -53,54 +55,71 @@ def prepare(place: Workplace, name: str, model: str, made: dict[str, Any]) -> di
     return row
 
 
-def run_calmly(command: list[str], log: Path) -> Finished:
-    """Run something that measures, again while other processes disturb it; the calmest counts."""
-    calmest = run(command, log)
+def open_worker(place: Workplace, name: str, model: str) -> Worker:
+    """A process of its own that has one system open."""
+    system: System = SYSTEMS[name]
+    arguments = [str(PEERS / system.script), "time", system.variant, str(place.folder(name, model))]
+    command = [place.python(system.environment), *arguments, MODELS[model]]
+    return Worker(command, place.log(f"time-{name}-{model}"))
+
+
+def calm_turn(worker: Worker) -> tuple[dict[str, list[float]], float]:
+    """A turn, again while other processes disturb it; the calmest counts."""
+    calmest = worker.turn()
     for _ in range(NUM_RETRIES):
-        if calmest.other_share > CALM_SHARE:
-            calmest = min(calmest, run(command, log), key=lambda done: done.other_share)
+        if calmest[1] > CALM_SHARE:
+            calmest = min(calmest, worker.turn(), key=lambda turn: turn[1])
     return calmest
 
 
-def time_once(place: Workplace, name: str, model: str, num_repeats: int) -> Finished:
-    """A process of its own that measures one system and ends."""
-    system: System = SYSTEMS[name]
-    variant, folder = system.variant, str(place.folder(name, model))
-    arguments = [str(PEERS / system.script), "time", variant, folder, MODELS[model], str(num_repeats)]
-    return run_calmly([place.python(system.environment), *arguments], place.log(f"time-{name}-{model}"))
-
-
 def summary(values: list[float]) -> dict[str, Any]:
-    """Median and range over the rounds, and the rounds themselves."""
+    """Median and range over all turns, and the turns themselves."""
     return {
         "median": statistics.median(values),
         "min": min(values),
         "max": max(values),
-        "rounds": [round(value, 4) for value in values],
+        "turns": [round(value, 4) for value in values],
     }
 
 
-def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, repeats: int) -> dict[str, Any]:
-    """Interleaved rounds; the order moves on by one, so that nobody always follows the same neighbour."""
-    samples: dict[str, dict[str, list[float]]] = {name: {} for name in rows}
-    bandwidth: list[float] = []
-    read_bandwidth = [sys.executable, str(PEERS / "read_bandwidth.py")]
+def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, turns: int) -> dict[str, Any]:
+    """Rounds of fresh processes, turn by turn; the order moves on by one in each turn."""
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in (*rows, BANDWIDTH)}
     largest_share = 0.0
     for index in range(rounds):
         say(f"{model}: round {index + 1} of {rounds}")
-        with contextlib.suppress(PeerError):  # then there is no floor to compare with
-            bandwidth.append(run_calmly(read_bandwidth, place.log("bandwidth")).answer["gb_per_s"])
-        names = [name for name, row in rows.items() if not row["reason"]]
-        for name in names[index % len(names) :] + names[: index % len(names)] if names else []:
-            try:
-                done = time_once(place, name, model, repeats)
-            except PeerError as error:
+        workers: dict[str, Worker] = {}
+
+        def fail(name: str, error: PeerError) -> None:
+            if name in rows:  # without the bandwidth there is no floor to compare with
                 rows[name]["reason"] = str(error)
-                say(f"{model}: {name} failed: {error}")
-                continue
-            largest_share = max(largest_share, done.other_share)
-            for key, values in done.answer.items():
-                samples[name].setdefault(key, []).append(statistics.median(values))
+            say(f"{model}: {name} failed: {error}")
+
+        with contextlib.suppress(PeerError):
+            probe = [sys.executable, str(PEERS / "read_bandwidth.py")]
+            workers[BANDWIDTH] = Worker(probe, place.log("bandwidth"))
+        for name in [name for name, row in rows.items() if not row["reason"]]:
+            try:
+                workers[name] = open_worker(place, name, model)
+            except PeerError as error:
+                fail(name, error)
+        try:
+            for turn in range(turns):
+                names = list(workers)
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    try:
+                        found, other_share = calm_turn(workers[name])
+                    except PeerError as error:
+                        fail(name, error)
+                        workers.pop(name).close()
+                        continue
+                    largest_share = max(largest_share, other_share)
+                    for key, values in found.items():
+                        samples[name].setdefault(key, []).append(statistics.median(values))
+        finally:
+            for worker in workers.values():
+                worker.close()
+    bandwidth = samples[BANDWIDTH].get("gb_per_s", [])
     for name, row in rows.items():
         if not row["reason"]:
             row["times"] = {key: summary(values) for key, values in samples[name].items()}
@@ -126,7 +145,7 @@ def describe_machine() -> dict[str, Any]:
     return {"processor": processor, "cores": os.cpu_count(), "memory_gb": memory / 1e9, "system": system}
 
 
-def bench(place: Workplace, names: list[str], models: list[str], rounds: int, repeats: int) -> dict[str, Any]:
+def bench(place: Workplace, names: list[str], models: list[str], rounds: int, turns: int) -> dict[str, Any]:
     """Prepare everything, then measure: nothing is installed or built while something is timed."""
     parts: dict[str, Any] = {}
     for model in models:
@@ -141,7 +160,7 @@ def bench(place: Workplace, names: list[str], models: list[str], rounds: int, re
             parts["gpt2"]["bare_peak_bytes"] = place.make(default, "gpt2-tiny")["peak_bytes"]
     disturbances, bandwidth = [], []
     for model, part in parts.items():
-        noted = measure(place, model, part["systems"], rounds, repeats)
+        noted = measure(place, model, part["systems"], rounds, turns)
         disturbances.append(noted["other_share"])
         bandwidth += noted["bandwidth"]
     environments = {SYSTEMS[name].environment: None for name in names}
@@ -156,7 +175,7 @@ def bench(place: Workplace, names: list[str], models: list[str], rounds: int, re
         "machine": describe_machine(),
         "versions": versions,
         "num_rounds": rounds,
-        "num_repeats": repeats,
+        "num_turns": turns,
         "num_threads": timing.NUM_THREADS,
         "num_prompt_tokens": timing.NUM_PROMPT_TOKENS,
         "num_new_tokens": timing.NUM_NEW_TOKENS,
@@ -181,10 +200,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", metavar="NAME,...", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--models", metavar="NAME,...", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds  [7]")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="passes of a process, after one to warm up  [3]"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of fresh processes  [3]")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each system in a round  [8]")
     parser.add_argument(
         "--cache", type=Path, default=default_cache, help="environments and models  [%(default)s]"
     )
@@ -197,7 +214,7 @@ def main() -> None:
     models = chosen(arguments.models, list(MODELS), "model")
     place = Workplace(arguments.cache.expanduser().absolute())
     try:
-        document = bench(place, names, models, max(1, arguments.rounds), max(1, arguments.repeats))
+        document = bench(place, names, models, max(1, arguments.rounds), max(1, arguments.turns))
     except PeerError as error:  # of the random weights, without which there is nothing to measure
         sys.exit(f"bench_peers: {error}")
     text = json.dumps(document, indent=1) + "\n"

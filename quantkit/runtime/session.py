@@ -138,6 +138,7 @@ class State:
     lengths: Ints  # [batch]: places filled, padding on the left included
     positions: Ints  # [batch]: of each row's next token
     capacity: int
+    logits: Floats  # [batch, 1, vocabulary], written by every run
     token: Ints  # [batch, 1], bound from one single token to the next, with its position
     place: Ints
     is_token_bound: bool = False
@@ -163,6 +164,9 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         binding.bind_ortvalue_input(past, buffer)
         binding.bind_ortvalue_output(present, buffer)
         buffers.append(buffer)
+    logits = np.empty((batch, 1, decoder.vocab_size), np.float32)
+    if decoder.vocab_size:  # else these are blocks without a head
+        binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))
     state = State(
         decoder=decoder,
         binding=binding,
@@ -171,6 +175,7 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         lengths=np.zeros(batch, np.int64),
         positions=np.zeros(batch, np.int64),
         capacity=capacity,
+        logits=logits,
         token=np.zeros((batch, 1), np.int64),
         place=np.zeros((batch, 1), np.int64),
     )
@@ -230,7 +235,7 @@ def _run(state: State, ids: Ints, positions: Ints, total: int) -> Floats:
     The weights of a token pass through all caches, so whatever is interpreted between two tokens comes from
     memory each time: binding everything anew and looking through all outputs took 5% of a token.
     """
-    binding, decoder = state.binding, state.decoder
+    binding = state.binding
     if ids.shape == state.token.shape:
         state.token[:], state.place[:] = ids, positions
         if not state.is_token_bound:
@@ -241,10 +246,8 @@ def _run(state: State, ids: Ints, positions: Ints, total: int) -> Floats:
         binding.bind_cpu_input("position_ids", positions)
     state.is_token_bound = ids.shape == state.token.shape
     binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :total]))
-    logits = np.empty((len(ids), 1, decoder.vocab_size), np.float32)
-    binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))
-    decoder.session.run_with_iobinding(binding)
-    return logits[:, -1]
+    state.decoder.session.run_with_iobinding(binding)
+    return state.logits[:, -1].copy()
 
 
 def with_even_count(ids: Ints, shown: Ints) -> tuple[Ints, Ints]:

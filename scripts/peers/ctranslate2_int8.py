@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import ctranslate2  # type: ignore[import-not-found]
@@ -21,8 +22,8 @@ def make(variant: str, source: Path, output: Path) -> None:
     )
 
 
-def time_generation(variant: str, folder: Path, num_repeats: int) -> timing.Samples:
-    """One pass to warm up, then pairs of a short and a long answer."""
+def open_generation(variant: str, folder: Path) -> Callable[[], timing.Samples]:
+    """A short and a long answer, twice: once to warm up."""
     generator = ctranslate2.Generator(
         str(folder), device="cpu", compute_type="int8", intra_threads=timing.NUM_THREADS
     )
@@ -42,12 +43,12 @@ def time_generation(variant: str, folder: Path, num_repeats: int) -> timing.Samp
         assert len(results[0].sequences_ids[0]) == length
         return elapsed_ms
 
-    prefill_ms, decode_ms = [], []
-    for _ in range(num_repeats + 1):
-        first_ms = answer_ms(1)
-        prefill_ms.append(first_ms)
-        decode_ms.append((answer_ms(1 + timing.NUM_NEW_TOKENS) - first_ms) / timing.NUM_NEW_TOKENS)
-    return {"prefill_ms": prefill_ms[1:], "decode_ms": decode_ms[1:]}
+    def measure() -> timing.Samples:
+        for _ in range(2):
+            first_ms, all_ms = answer_ms(1), answer_ms(1 + timing.NUM_NEW_TOKENS)
+        return {"prefill_ms": [first_ms], "decode_ms": [(all_ms - first_ms) / timing.NUM_NEW_TOKENS]}
+
+    return measure
 
 
 def vocabulary(folder: Path) -> list[str]:
@@ -57,4 +58,4 @@ def vocabulary(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    timing.main(make=make, time_itself=time_generation)
+    timing.main(make=make, open_clock=open_generation)

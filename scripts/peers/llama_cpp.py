@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,11 @@ def make(variant: str, source: Path, output: Path) -> None:
     obey([sys.executable, "-c", LAUNCHER, converter, str(source), "--outtype", "q8_0", "--outfile", target])
 
 
-def time_with_llama_bench(variant: str, folder: Path, num_repeats: int) -> timing.Samples:
+def time_with_llama_bench(folder: Path) -> timing.Samples:
     """llama-bench warms up by itself; its samples are nanoseconds for the whole test."""
     program, model = str(root() / "build" / "bin" / "llama-bench"), str(folder / "model.gguf")
     lengths = f"-p {timing.NUM_PROMPT_TOKENS} -n {timing.NUM_NEW_TOKENS} -d 0,{timing.NUM_PROMPT_TOKENS}"
-    rest = f"-t {timing.NUM_THREADS} -r {num_repeats} -o json"
+    rest = f"-t {timing.NUM_THREADS} -r 1 -o json"
     output = obey([program, "-m", model, *lengths.split(), *rest.split()])
     samples: timing.Samples = {}
     for test in json.loads(output):
@@ -115,4 +116,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "build":
         build(root())
     else:
-        timing.main(make=make, time_itself=time_with_llama_bench)
+        timing.main(make=make, open_clock=lambda _, folder: partial(time_with_llama_bench, folder))

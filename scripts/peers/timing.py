@@ -4,9 +4,10 @@ What: a file beside this one says how its system makes a model and opens one; `m
 commands that `scripts/bench_peers.py` calls. Only the standard library is used, so that it runs everywhere.
 
     python FILE make VARIANT SOURCE OUTPUT
-    python FILE time VARIANT FOLDER decoder|encoder NUM_REPEATS
+    python FILE time VARIANT FOLDER decoder|encoder
 
-The answer is the last line of stdout, as JSON. A decoder reads a prompt of 128 tokens into an empty cache
+The second one opens the model, says so, and then measures one turn for each line that it reads, until its
+input ends. Answers are lines of JSON on stdout. A decoder reads a prompt of 128 tokens into an empty cache
 (making or clearing the cache is part of the prompt's time) and is then fed 32 given tokens one by one, as
 llama-bench does, so that no system's time holds another way of choosing tokens.
 """
@@ -14,12 +15,12 @@ llama-bench does, so that no system's time holds another way of choosing tokens.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 NUM_PROMPT_TOKENS = 128
 NUM_NEW_TOKENS = 32
@@ -38,11 +39,10 @@ def tokens(count: int, *, seed: int = 0) -> list[int]:
     return [generator.randrange(100, VOCABULARY) for _ in range(count)]
 
 
-def time_decoder(clear: Callable[[], object], feed: Feed, num_repeats: int) -> Samples:
-    """One pass to warm up, then passes of a prompt and the tokens after it."""
+def time_decoder(clear: Callable[[], object], feed: Feed) -> Samples:
+    """A prompt and the tokens after it, twice: once to warm up."""
     prompt, following = tokens(NUM_PROMPT_TOKENS), tokens(NUM_NEW_TOKENS, seed=1)
-    prefill_ms, decode_ms = [], []
-    for _ in range(num_repeats + 1):
+    for _ in range(2):
         begin = time.perf_counter()
         clear()
         feed(prompt)
@@ -50,20 +50,28 @@ def time_decoder(clear: Callable[[], object], feed: Feed, num_repeats: int) -> S
         for token in following:
             feed([token])
         end = time.perf_counter()
-        prefill_ms.append((middle - begin) * 1e3)
-        decode_ms.append((end - middle) * 1e3 / NUM_NEW_TOKENS)
-    return {"prefill_ms": prefill_ms[1:], "decode_ms": decode_ms[1:]}
+    return {"prefill_ms": [(middle - begin) * 1e3], "decode_ms": [(end - middle) * 1e3 / NUM_NEW_TOKENS]}
 
 
-def time_encoder(feed: Feed, num_repeats: int) -> Samples:
-    """Five runs to warm up, then five for each repeat."""
+def time_encoder(feed: Feed) -> Samples:
+    """Ten runs, of which the first five warm up."""
     sentence = tokens(NUM_PROMPT_TOKENS)
     samples = []
-    for _ in range(5 + 5 * num_repeats):
+    for _ in range(10):
         begin = time.perf_counter()
         feed(sentence)
         samples.append((time.perf_counter() - begin) * 1e3)
     return {"encode_ms": samples[5:]}
+
+
+def take_turns(measure: Callable[[], Samples]) -> None:
+    """A turn for each line of the input, with the processor time it took, child processes' included."""
+    print(json.dumps({"is_open": True}), flush=True)
+    for _ in sys.stdin:
+        before = os.times()
+        samples = measure()
+        used = sum(os.times()[:4]) - sum(before[:4])
+        print(json.dumps({"samples": samples, "cpu_seconds": used}), flush=True)
 
 
 def main(
@@ -71,21 +79,21 @@ def main(
     make: Callable[[str, Path, Path], None] | None = None,
     open_decoder: OpenDecoder | None = None,
     open_encoder: OpenEncoder | None = None,
-    time_itself: Callable[[str, Path, int], Samples] | None = None,
+    open_clock: Callable[[str, Path], Callable[[], Samples]] | None = None,
 ) -> None:
-    """Obey one command line; `time_itself` is for a system that has a clock of its own."""
+    """Obey one command line; `open_clock` is for a system that has a clock of its own."""
     action, variant, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    answer: dict[str, Any] = {}
+    kind = sys.argv[4]
     if action == "make" and make:
-        make(variant, folder, Path(sys.argv[4]))
+        make(variant, folder, Path(kind))
+        print("{}")
+    elif open_clock:
+        take_turns(open_clock(variant, folder))
+    elif kind == "decoder" and open_decoder:
+        clear, feed = open_decoder(variant, folder)
+        take_turns(lambda: time_decoder(clear, feed))
+    elif kind == "encoder" and open_encoder:
+        feed = open_encoder(variant, folder)
+        take_turns(lambda: time_encoder(feed))
     else:
-        kind, num_repeats = sys.argv[4], int(sys.argv[5])
-        if time_itself:
-            answer = dict(time_itself(variant, folder, num_repeats))
-        elif kind == "decoder" and open_decoder:
-            answer = dict(time_decoder(*open_decoder(variant, folder), num_repeats))
-        elif kind == "encoder" and open_encoder:
-            answer = dict(time_encoder(open_encoder(variant, folder), num_repeats))
-        else:
-            sys.exit(f"no {kind} here")
-    print(json.dumps(answer))
+        sys.exit(f"no {kind} here")

@@ -61,17 +61,27 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
+def child_environment() -> dict[str, str]:
+    """What every command of a peer is started with."""
+    fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
+    return {**os.environ, **fixed, "OMP_NUM_THREADS": str(timing.NUM_THREADS)}
+
+
+def reason_in(log: Path, lines: list[str]) -> str:
+    """The last that a failed command said, in its log or else in its output."""
+    told = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:] or lines
+    return next((line.strip() for line in reversed(told) if line.strip()), "no message")[:300]
+
+
 def run(command: list[str], log: Path) -> Finished:
     """Run to the end; stderr goes to the log, whose last line is the reason when it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
-    environment["OMP_NUM_THREADS"] = str(timing.NUM_THREADS)
     begin, busy = time.perf_counter(), busy_seconds()
     with log.open("w", encoding="utf-8") as errors:
         print("$", *command, file=errors, flush=True)
         try:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+                command, stdout=subprocess.PIPE, stderr=errors, env=child_environment(), text=True
             )
         except OSError as error:
             raise PeerError(f"{command[0]}: {error.strerror}") from error
@@ -85,11 +95,8 @@ def run(command: list[str], log: Path) -> Finished:
     seconds = time.perf_counter() - begin
     lines = output.strip().splitlines()
     if process.returncode:
-        told = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:] or lines
-        reason = next((line.strip() for line in reversed(told) if line.strip()), "no message")
-        raise PeerError(
-            f"{reason[:300]} (exit {process.returncode}; {log.parent.name}/{log.name} of the cache)"
-        )
+        reason = reason_in(log, lines)
+        raise PeerError(f"{reason} (exit {process.returncode}; {log.parent.name}/{log.name} of the cache)")
     others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
     try:
         answer = json.loads(lines[-1]) if lines else {}

@@ -1,0 +1,83 @@
+"""A system that stays open and is timed in short turns: the processes of all systems wait while one works.
+
+A machine has phases of minutes in which everything, or memory alone, is slower. Systems timed one after the
+other meet different phases, and the ratio of two of them says more of the machine than of either; in turns of
+a second all of them meet the same ones. What waits reads its input and computes nothing, once the threads
+of its last turn have gone to sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from peers.workplace import TIME_LIMIT_S, PeerError, busy_seconds, child_environment, reason_in
+
+PAUSE_S = 0.25  # threads of OpenMP wait with their hands on the processor for up to 0.2 s
+
+
+class Worker:
+    """One open process."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        """Start it and wait until it has opened its model."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        with log.open("w", encoding="utf-8") as errors:
+            print("$", *command, file=errors, flush=True)
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=child_environment(),
+                    text=True,
+                )
+            except OSError as error:
+                raise PeerError(f"{command[0]}: {error.strerror}") from error
+        self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Its next line of JSON; other lines, which libraries print, are passed over."""
+        assert self.process.stdout is not None
+        clock = threading.Timer(TIME_LIMIT_S, self.process.kill)
+        clock.start()
+        try:
+            for line in self.process.stdout:
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        return found
+        finally:
+            clock.cancel()
+        status = self.process.wait()
+        raise PeerError(f"{reason_in(self.log, [])} (exit {status}; {self.log.parent.name}/{self.log.name})")
+
+    def turn(self) -> tuple[dict[str, list[float]], float]:
+        """(what it measured in one turn, the share of all processors that others took meanwhile)."""
+        assert self.process.stdin is not None
+        time.sleep(PAUSE_S)
+        begin, busy = time.perf_counter(), busy_seconds()
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise PeerError(f"{reason_in(self.log, [])} ({error.strerror})") from error
+        found = self.answer()
+        seconds, others = time.perf_counter() - begin, busy_seconds() - busy - found["cpu_seconds"]
+        return found["samples"], max(0.0, others / seconds / (os.cpu_count() or 1))
+
+    def close(self) -> None:
+        """An end of input ends it; what does not end is ended."""
+        try:
+            self.process.communicate(timeout=20)
+        except (subprocess.TimeoutExpired, OSError):
+            self.process.kill()
+            self.process.wait()
