@@ -161,8 +161,8 @@ def page(document: Document) -> str:
         *([DISTURBED] if is_disturbed else []),
         "Written by `scripts/bench_peers.py`. The same random weights for all, batch 1, a prompt of "
         f"{document['num_prompt_tokens']} tokens, {document['num_new_tokens']} tokens after it, "
-        f"{document['num_threads']} threads. Medians (lowest-highest) over {document['num_rounds']} rounds of "
-        f"fresh processes, in each of which all systems took {document['num_turns']} short turns, one system "
+        f"{document['num_threads']} threads. Medians (lowest-highest) over {document['num_rounds']} rounds "
+        f"of fresh processes, in each of which all systems took {document['num_turns']} short turns, one system "
         "after the other; compare ratios, not milliseconds.",
         f"{document['date']}; {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_gb']:.0f} GB, {machine['system']}. Memory read at "
