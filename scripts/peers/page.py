@@ -162,8 +162,8 @@ def page(document: Document) -> str:
         "Written by `scripts/bench_peers.py`. The same random weights for all, batch 1, a prompt of "
         f"{document['num_prompt_tokens']} tokens, {document['num_new_tokens']} tokens after it, "
         f"{document['num_threads']} threads. Medians (lowest-highest) over {document['num_rounds']} rounds "
-        f"of fresh processes, in each of which all systems took {document['num_turns']} short turns, one system "
-        "after the other; compare ratios, not milliseconds.",
+        f"of fresh processes, in each of which all systems took {document['num_turns']} short turns, one "
+        "system after the other; compare ratios, not milliseconds.",
         f"{document['date']}; {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_gb']:.0f} GB, {machine['system']}. Memory read at "
         f"{spread(document.get('bandwidth_gb_per_s'))} GB/s in the same turns. Other processes took up to "
