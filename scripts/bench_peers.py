@@ -82,43 +82,47 @@ def summary(values: list[float]) -> dict[str, Any]:
     }
 
 
+def open_all(place: Workplace, model: str, rows: dict[str, Any]) -> dict[str, Worker]:
+    """What can be opened of the systems and the bandwidth; of the others, the reason."""
+    workers: dict[str, Worker] = {}
+    with contextlib.suppress(PeerError):  # then there is no floor to compare with
+        workers[BANDWIDTH] = Worker([sys.executable, str(PEERS / "read_bandwidth.py")], place.log(BANDWIDTH))
+    for name in [name for name, row in rows.items() if not row["reason"]]:
+        try:
+            workers[name] = open_worker(place, name, model)
+        except PeerError as error:
+            note_failure(rows, name, model, error)
+    return workers
+
+
+def note_failure(rows: dict[str, Any], name: str, model: str, error: PeerError) -> None:
+    """A row takes no further part."""
+    if name in rows:
+        rows[name]["reason"] = str(error)
+    say(f"{model}: {name} failed: {error}")
+
+
 def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, turns: int) -> dict[str, Any]:
     """Rounds of fresh processes, turn by turn; the order moves on by one in each turn."""
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in (*rows, BANDWIDTH)}
     largest_share = 0.0
     for index in range(rounds):
         say(f"{model}: round {index + 1} of {rounds}")
-        workers: dict[str, Worker] = {}
-
-        def fail(name: str, error: PeerError) -> None:
-            if name in rows:  # without the bandwidth there is no floor to compare with
-                rows[name]["reason"] = str(error)
-            say(f"{model}: {name} failed: {error}")
-
-        with contextlib.suppress(PeerError):
-            probe = [sys.executable, str(PEERS / "read_bandwidth.py")]
-            workers[BANDWIDTH] = Worker(probe, place.log("bandwidth"))
-        for name in [name for name, row in rows.items() if not row["reason"]]:
-            try:
-                workers[name] = open_worker(place, name, model)
-            except PeerError as error:
-                fail(name, error)
-        try:
-            for turn in range(turns):
-                names = list(workers)
-                for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    try:
-                        found, other_share = calm_turn(workers[name])
-                    except PeerError as error:
-                        fail(name, error)
-                        workers.pop(name).close()
-                        continue
-                    largest_share = max(largest_share, other_share)
-                    for key, values in found.items():
-                        samples[name].setdefault(key, []).append(statistics.median(values))
-        finally:
-            for worker in workers.values():
-                worker.close()
+        workers = open_all(place, model, rows)
+        for turn in range(turns):
+            names = list(workers)
+            for name in names[turn % len(names) :] + names[: turn % len(names)] if names else []:
+                try:
+                    found, other_share = calm_turn(workers[name])
+                except PeerError as error:
+                    note_failure(rows, name, model, error)
+                    workers.pop(name).close()
+                    continue
+                largest_share = max(largest_share, other_share)
+                for key, values in found.items():
+                    samples[name].setdefault(key, []).append(statistics.median(values))
+        for worker in workers.values():
+            worker.close()
     bandwidth = samples[BANDWIDTH].get("gb_per_s", [])
     for name, row in rows.items():
         if not row["reason"]:

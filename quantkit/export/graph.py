@@ -122,12 +122,15 @@ class Graph:
         self.inputs.append(helper.make_tensor_value_info(name, element_type, shape))
         return name
 
+    def maker(self, value: str) -> onnx.NodeProto | None:
+        """The node that a value comes out of; None for an input or a weight."""
+        return next((node for node in reversed(self.nodes) if value in node.output), None)
+
     def output(self, value: str, name: str, element_type: int, shape: Sequence[int | str]) -> None:
         """An output of the model: the value under a public name, without a copy."""
-        for node in reversed(self.nodes):
-            if value in node.output:
-                node.output[list(node.output).index(value)] = name
-                break
+        maker = self.maker(value)
+        if maker is not None:
+            maker.output[list(maker.output).index(value)] = name
         for node in self.nodes:
             for position, read in enumerate(node.input):
                 if read == value:

@@ -117,7 +117,8 @@ def _row_scaled(graph: Graph, pack: Pack, x: str, bias: str) -> str:
     Where all values are known to lie above some small negative one, they are divided by no less than that,
     and the largest is found in one pass.
     """
-    least = next((LEAST.get(node.op_type) for node in graph.nodes[::-1] if x in node.output), None)
+    maker = graph.maker(x)
+    least = LEAST.get(maker.op_type) if maker else None
     sizes = graph.op("Abs", x) if least is None else x
     smallest = np.array(max(-(least or 0.0), SMALLEST_PEAK), np.float32)
     peak = graph.op("ReduceMax", sizes, graph.integers(-1), keepdims=1)

@@ -235,8 +235,8 @@ def _run(state: State, ids: Ints, positions: Ints, total: int) -> Floats:
     The weights of a token pass through all caches, so whatever is interpreted between two tokens comes from
     memory each time: binding everything anew and looking through all outputs took 5% of a token.
     """
-    binding = state.binding
-    if ids.shape == state.token.shape:
+    binding, is_token = state.binding, ids.shape == state.token.shape
+    if is_token:
         state.token[:], state.place[:] = ids, positions
         if not state.is_token_bound:
             binding.bind_cpu_input("input_ids", state.token)
@@ -244,7 +244,7 @@ def _run(state: State, ids: Ints, positions: Ints, total: int) -> Floats:
     else:
         binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
         binding.bind_cpu_input("position_ids", positions)
-    state.is_token_bound = ids.shape == state.token.shape
+    state.is_token_bound = is_token
     binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :total]))
     state.decoder.session.run_with_iobinding(binding)
     return state.logits[:, -1].copy()

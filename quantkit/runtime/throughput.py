@@ -114,14 +114,19 @@ def measure_throughput(
 
 def median_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
     """How fast memory is read just now, as a median of some runs."""
-    buffer_bytes = _buffer_bytes(num_threads, read_memory().available_bytes)
-    return buffer_bytes / (_time_read(buffer_bytes, num_threads, seconds).median_ms * 1e-3) / 1e9
+    num_bytes, timing = _time_reading(num_threads, seconds)
+    return num_bytes / timing.median_ms / 1e6
 
 
 def read_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
     """The fastest that memory was read just now: what no model on these threads can beat by much."""
-    buffer_bytes = _buffer_bytes(num_threads, read_memory().available_bytes)
-    return buffer_bytes / (_time_read(buffer_bytes, num_threads, seconds).fastest_ms * 1e-3) / 1e9
+    num_bytes, timing = _time_reading(num_threads, seconds)
+    return num_bytes / timing.fastest_ms / 1e6
+
+
+def _time_reading(num_threads: int, seconds: float) -> tuple[int, Timing]:
+    num_bytes = _buffer_bytes(num_threads, read_memory().available_bytes)
+    return num_bytes, _time_read(num_bytes, num_threads, seconds)
 
 
 def machine_key() -> dict[str, str | int]:

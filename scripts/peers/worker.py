@@ -17,9 +17,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peers.workplace import TIME_LIMIT_S, PeerError, busy_seconds, child_environment, reason_in
+from peers.workplace import TIME_LIMIT_S, failure, start
 
 PAUSE_S = 0.25  # threads of OpenMP wait with their hands on the processor for up to 0.2 s
+
+
+def busy_seconds() -> float:
+    """What all processes together have computed so far; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 class Worker:
@@ -27,21 +37,8 @@ class Worker:
 
     def __init__(self, command: list[str], log: Path) -> None:
         """Start it and wait until it has opened its model."""
-        log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
-        with log.open("w", encoding="utf-8") as errors:
-            print("$", *command, file=errors, flush=True)
-            try:
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    env=child_environment(),
-                    text=True,
-                )
-            except OSError as error:
-                raise PeerError(f"{command[0]}: {error.strerror}") from error
+        self.process = start(command, log, stdin=subprocess.PIPE)
         self.answer()
 
     def answer(self) -> dict[str, Any]:
@@ -57,8 +54,7 @@ class Worker:
                         return found
         finally:
             clock.cancel()
-        status = self.process.wait()
-        raise PeerError(f"{reason_in(self.log, [])} (exit {status}; {self.log.parent.name}/{self.log.name})")
+        raise failure(self.log, [], f"exit {self.process.wait()}")
 
     def turn(self) -> tuple[dict[str, list[float]], float]:
         """(what it measured in one turn, the share of all processors that others took meanwhile)."""
@@ -69,7 +65,7 @@ class Worker:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         except OSError as error:
-            raise PeerError(f"{reason_in(self.log, [])} ({error.strerror})") from error
+            raise failure(self.log, [], str(error.strerror)) from error
         found = self.answer()
         seconds, others = time.perf_counter() - begin, busy_seconds() - busy - found["cpu_seconds"]
         return found["samples"], max(0.0, others / seconds / (os.cpu_count() or 1))

@@ -38,7 +38,6 @@ class Finished:
     answer: dict[str, Any]
     seconds: float
     peak_bytes: int
-    other_share: float  # of all processors, what other processes took meanwhile
 
 
 def say(text: str) -> None:
@@ -51,53 +50,43 @@ def fingerprint(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def busy_seconds() -> float:
-    """What all processes together have computed so far; 0 where the system does not tell."""
-    try:
-        fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
-    except OSError:
-        return 0.0
-    user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def child_environment() -> dict[str, str]:
-    """What every command of a peer is started with."""
+def start(command: list[str], log: Path, *, stdin: int | None = None) -> subprocess.Popen[str]:
+    """A command of a peer, whose stderr goes to the log, under the command itself."""
     fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
-    return {**os.environ, **fixed, "OMP_NUM_THREADS": str(timing.NUM_THREADS)}
-
-
-def reason_in(log: Path, lines: list[str]) -> str:
-    """The last that a failed command said, in its log or else in its output."""
-    told = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:] or lines
-    return next((line.strip() for line in reversed(told) if line.strip()), "no message")[:300]
-
-
-def run(command: list[str], log: Path) -> Finished:
-    """Run to the end; stderr goes to the log, whose last line is the reason when it fails."""
+    environment = {**os.environ, **fixed, "OMP_NUM_THREADS": str(timing.NUM_THREADS)}
     log.parent.mkdir(parents=True, exist_ok=True)
-    begin, busy = time.perf_counter(), busy_seconds()
     with log.open("w", encoding="utf-8") as errors:
         print("$", *command, file=errors, flush=True)
         try:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, env=child_environment(), text=True
+            return subprocess.Popen(
+                command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
             )
         except OSError as error:
             raise PeerError(f"{command[0]}: {error.strerror}") from error
-        assert process.stdout is not None
-        clock = threading.Timer(TIME_LIMIT_S, process.kill)
-        clock.start()
-        output = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        clock.cancel()
-        process.returncode = os.waitstatus_to_exitcode(status)
+
+
+def failure(log: Path, lines: list[str], end: str) -> PeerError:
+    """Why a command failed: the last it said in its log, or else in its output, and how it ended."""
+    told = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:] or lines
+    reason = next((line.strip() for line in reversed(told) if line.strip()), "no message")
+    return PeerError(f"{reason[:300]} ({end}; {log.parent.name}/{log.name} of the cache)")
+
+
+def run(command: list[str], log: Path) -> Finished:
+    """Run to the end; the last line of its log is the reason when it fails."""
+    begin = time.perf_counter()
+    process = start(command, log)
+    assert process.stdout is not None
+    clock = threading.Timer(TIME_LIMIT_S, process.kill)
+    clock.start()
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    clock.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - begin
     lines = output.strip().splitlines()
     if process.returncode:
-        reason = reason_in(log, lines)
-        raise PeerError(f"{reason} (exit {process.returncode}; {log.parent.name}/{log.name} of the cache)")
-    others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
+        raise failure(log, lines, f"exit {process.returncode}")
     try:
         answer = json.loads(lines[-1]) if lines else {}
     except ValueError:
@@ -106,7 +95,6 @@ def run(command: list[str], log: Path) -> Finished:
         answer=answer if isinstance(answer, dict) else {},
         seconds=seconds,
         peak_bytes=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-        other_share=max(0.0, others / seconds / (os.cpu_count() or 1)),
     )
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from layers import one_layer
 from onnx import TensorProto
 
 from quantkit.checkpoint import write_checkpoint
 from quantkit.export import operators
 from quantkit.export.graph import Graph, save
 from quantkit.export.targets import TARGETS
-from quantkit.records import Activation, Layer, Role, Rows
+from quantkit.records import Activation, Role
 from quantkit.schemes import SCHEMES
 from quantkit.tensor_records import Pack
 
@@ -31,16 +32,7 @@ EXACT = {
 @pytest.fixture(params=EXACT, ids=str)
 def product(request, tmp_path):
     """(the graph of a product behind an activation, the exact result, sums of weights, the activation)."""
-    layer = Layer(
-        name="p",
-        role=Role.FFN_DOWN,
-        in_features=IN,
-        out_features=OUT,
-        has_bias=True,
-        matrix="p",
-        rows=Rows(start=0, length=OUT, stride=OUT),
-        stored_as="Linear",
-    )
+    layer = one_layer(OUT, IN, name="p", role=Role.FFN_DOWN, has_bias=True)
     pack = Pack(name="p", layers=(layer,), format=SCHEMES["int8_mixed"].body)
     generator = np.random.default_rng(0)
     codes_IO = generator.integers(-127, 128, (IN, OUT)).astype(np.int8)

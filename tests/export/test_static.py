@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import one_layer
 from onnx import TensorProto
 
 from quantkit.checkpoint import write_checkpoint
@@ -18,7 +19,7 @@ from quantkit.export import operators
 from quantkit.export.graph import Graph, save
 from quantkit.export.targets import TARGETS
 from quantkit.fake_quant import round_static
-from quantkit.records import Layer, Role, Rows
+from quantkit.records import Role
 from quantkit.schemes import SCHEMES
 from quantkit.tensor_records import Pack
 
@@ -27,16 +28,7 @@ ROWS, IN, OUT = 7, 96, 40
 
 
 def static_pack(bits, *, has_bias=True):
-    layer = Layer(
-        name="p",
-        role=Role.FFN_UP,
-        in_features=IN,
-        out_features=OUT,
-        has_bias=has_bias,
-        matrix="p",
-        rows=Rows(start=0, length=OUT, stride=OUT),
-        stored_as="Linear",
-    )
+    layer = one_layer(OUT, IN, name="p", role=Role.FFN_UP, has_bias=has_bias)
     return Pack(name="p", layers=(layer,), format=SCHEMES[f"int8_static{bits}"].body)
 
 

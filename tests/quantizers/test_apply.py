@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exporting import NOTHING, build_tiny
+from layers import one_layer
 
 from quantkit.checkpoint import write_checkpoint
 from quantkit.grid import decode, from_bytes
@@ -24,7 +25,7 @@ from quantkit.model.weight_source import open_weights
 from quantkit.plan import choose
 from quantkit.quantizers import QUANTIZERS
 from quantkit.quantizers.apply import quantized_parts, runs_of
-from quantkit.records import Layer, Role, Rows
+from quantkit.records import Rows
 from quantkit.schemes import Format, Grid, in_blocks
 from quantkit.tensor_records import Contents, Evidence, Pack, contents_of
 
@@ -248,19 +249,6 @@ def test_runs_of_interleaved_rows_are_cut_to_a_step():
     assert list(runs_of(layer, 2)) == [(2, 2), (4, 1), (12, 2), (14, 1)]
 
 
-def one_layer(rows, columns, where):
-    return Layer(
-        name="w",
-        role=Role.OTHER,
-        in_features=columns,
-        out_features=rows,
-        has_bias=False,
-        matrix="w",
-        rows=where,
-        stored_as="linear",
-    )
-
-
 @pytest.mark.once
 def test_a_large_matrix_takes_a_few_chunks_of_memory(tmp_path):
     rows, columns = 20000, 1024
@@ -272,7 +260,7 @@ def test_a_large_matrix_takes_a_few_chunks_of_memory(tmp_path):
         file.truncate(8 + len(header) + size)  # zeros that take no disk
     pack = Pack(
         name="w",
-        layers=(one_layer(rows, columns, Rows(start=0, length=rows, stride=rows)),),
+        layers=(one_layer(rows, columns),),
         format=in_blocks(128),
     )
     contents = Contents(packs=(pack,), tables=(), norms=(), norm_biases=frozenset())
@@ -324,9 +312,7 @@ def one_product(pack_format, *, has_bias=True, adds_bias=False, seen=None, **opt
     random = np.random.default_rng(5)
     weight_OI = (random.normal(size=(OUTPUTS, INPUTS)) * 0.1).astype(np.float32)
     bias_O = random.normal(size=OUTPUTS).astype(np.float32)
-    layer = replace(
-        one_layer(OUTPUTS, INPUTS, Rows(start=0, length=OUTPUTS, stride=OUTPUTS)), has_bias=has_bias
-    )
+    layer = replace(one_layer(OUTPUTS, INPUTS), has_bias=has_bias)
     pack = Pack(name="w", layers=(layer,), format=pack_format, adds_bias=adds_bias)
     contents = Contents(packs=(pack,), tables=(), norms=(), norm_biases=frozenset())
     stored = {}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from layers import one_layer
 
 from quantkit.grid import from_bytes
 from quantkit.model.linears import LINEARS
@@ -13,7 +14,7 @@ from quantkit.quantizers import both_sides
 from quantkit.quantizers.apply import quantized_parts, runs_of
 from quantkit.quantizers.both_sides import factorise_rows, with_both_feedbacks
 from quantkit.quantizers.gptq import factorise, with_feedback
-from quantkit.records import Layer, Role, Rows
+from quantkit.records import Rows
 from quantkit.schemes import Format, Grid, in_blocks
 from quantkit.tensor_records import Contents, Evidence, Pack
 
@@ -51,16 +52,8 @@ def moment_of(width, seed):
 
 
 def layer_of(name, rows, stored_as):
-    return Layer(
-        name=name,
-        role=Role.OTHER,
-        in_features=INPUTS,
-        out_features=rows.count * rows.length,
-        has_bias=False,
-        matrix="w",
-        rows=rows,
-        stored_as=stored_as,
-    )
+    outputs = rows.count * rows.length
+    return one_layer(outputs, INPUTS, rows, name=name, matrix="w", stored_as=stored_as)
 
 
 def seen_of(layer):

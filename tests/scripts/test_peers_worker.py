@@ -24,39 +24,43 @@ timing.take_turns(measure)
 
 
 @pytest.fixture
-def worker_module(monkeypatch):
+def peers(monkeypatch):
+    """(the class of workers, the error of those that fail)."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from peers import worker  # noqa: PLC0415 - the scripts' own package
+    from peers import worker, workplace  # noqa: PLC0415 - the scripts' own package
 
     monkeypatch.setattr(worker, "PAUSE_S", 0.0)
-    return worker
+    return worker.Worker, workplace.PeerError
 
 
 @pytest.mark.once
-def test_turns_until_it_fails(tmp_path, worker_module):
+def test_turns_until_it_fails(tmp_path, peers):
+    worker_of, failure = peers
     code = ANSWERS.format(peers=str(SCRIPTS / "peers"))
-    made = worker_module.Worker([sys.executable, "-c", code], tmp_path / "made.log")
+    made = worker_of([sys.executable, "-c", code], tmp_path / "made.log")
     for wanted in (1.0, 2.0):
         samples, other_share = made.turn()
         assert samples == {"ms": [wanted]}
         assert other_share >= 0
-    with pytest.raises(worker_module.PeerError, match="no third turn"):
+    with pytest.raises(failure, match="no third turn"):
         made.turn()
     made.close()
     assert made.process.returncode == 1
 
 
 @pytest.mark.once
-def test_an_end_of_input_ends_it(tmp_path, worker_module):
+def test_an_end_of_input_ends_it(tmp_path, peers):
+    worker_of, _ = peers
     code = ANSWERS.format(peers=str(SCRIPTS / "peers"))
-    made = worker_module.Worker([sys.executable, "-c", code], tmp_path / "made.log")
+    made = worker_of([sys.executable, "-c", code], tmp_path / "made.log")
     made.close()
     assert made.process.returncode == 0
 
 
 @pytest.mark.once
-def test_what_never_opens_says_why(tmp_path, worker_module):
-    with pytest.raises(worker_module.PeerError, match="ModuleNotFoundError"):
-        worker_module.Worker([sys.executable, "-c", "import no_such_module"], tmp_path / "made.log")
-    with pytest.raises(worker_module.PeerError, match="No such file"):
-        worker_module.Worker([str(tmp_path / "absent")], tmp_path / "made.log")
+def test_what_never_opens_says_why(tmp_path, peers):
+    worker_of, failure = peers
+    with pytest.raises(failure, match="ModuleNotFoundError"):
+        worker_of([sys.executable, "-c", "import no_such_module"], tmp_path / "made.log")
+    with pytest.raises(failure, match="No such file"):
+        worker_of([str(tmp_path / "absent")], tmp_path / "made.log")
