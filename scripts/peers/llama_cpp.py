@@ -99,7 +99,7 @@ def time_with_llama_bench(folder: Path) -> timing.Samples:
     """llama-bench warms up by itself; its samples are nanoseconds for the whole test."""
     program, model = str(root() / "build" / "bin" / "llama-bench"), str(folder / "model.gguf")
     lengths = f"-p {timing.NUM_PROMPT_TOKENS} -n {timing.NUM_NEW_TOKENS} -d 0,{timing.NUM_PROMPT_TOKENS}"
-    rest = f"-t {timing.NUM_THREADS} -r 1 -o json"
+    rest = f"-t {timing.NUM_THREADS} -r {timing.NUM_SAMPLES} -o json"
     output = obey([program, "-m", model, *lengths.split(), *rest.split()])
     samples: timing.Samples = {}
     for test in json.loads(output):

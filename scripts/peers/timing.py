@@ -25,6 +25,7 @@ from pathlib import Path
 NUM_PROMPT_TOKENS = 128
 NUM_NEW_TOKENS = 32
 NUM_THREADS = 2
+NUM_SAMPLES = 3  # of a decoder in one turn; their median is the turn's
 VOCABULARY = 30000  # below every model's own, so that the same tokens suit them all
 
 Feed = Callable[[list[int]], object]
@@ -40,9 +41,10 @@ def tokens(count: int, *, seed: int = 0) -> list[int]:
 
 
 def time_decoder(clear: Callable[[], object], feed: Feed) -> Samples:
-    """A prompt and the tokens after it, twice: once to warm up."""
+    """A prompt and the tokens after it, after once to warm up."""
     prompt, following = tokens(NUM_PROMPT_TOKENS), tokens(NUM_NEW_TOKENS, seed=1)
-    for _ in range(2):
+    samples: Samples = {"prefill_ms": [], "decode_ms": []}
+    for is_timed in (False, *[True] * NUM_SAMPLES):
         begin = time.perf_counter()
         clear()
         feed(prompt)
@@ -50,7 +52,10 @@ def time_decoder(clear: Callable[[], object], feed: Feed) -> Samples:
         for token in following:
             feed([token])
         end = time.perf_counter()
-    return {"prefill_ms": [(middle - begin) * 1e3], "decode_ms": [(end - middle) * 1e3 / NUM_NEW_TOKENS]}
+        if is_timed:
+            samples["prefill_ms"].append((middle - begin) * 1e3)
+            samples["decode_ms"].append((end - middle) * 1e3 / NUM_NEW_TOKENS)
+    return samples
 
 
 def time_encoder(feed: Feed) -> Samples:
