@@ -115,7 +115,7 @@ def checked(sampling: Sampling | None, prompts: Sequence[Sequence[int]], vocab_s
 
 def continue_rows(
     logits: NDArray[np.float32],
-    advance: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.float32]],
+    advance: Callable[[NDArray[np.int64], list[int]], NDArray[np.float32]],
     *,
     max_new_tokens: int,
     sampling: Sampling,
@@ -123,11 +123,12 @@ def continue_rows(
 ) -> Iterator[list[int | None]]:
     """Tokens step by step from the logits after the prompts; `advance` is told tokens and the open rows."""
     random = np.random.default_rng(sampling.seed)
-    is_open = np.ones(len(logits), bool)
+    open_rows = list(range(len(logits)))
     for count in range(max_new_tokens):
-        tokens = choose_tokens(logits, sampling, random)
-        yield [int(token) if still else None for token, still in zip(tokens, is_open, strict=True)]
-        is_open &= ~np.isin(tokens, list(stop_ids))
-        if not is_open.any() or count + 1 == max_new_tokens:
+        tokens_B = choose_tokens(logits, sampling, random)
+        tokens: list[int] = tokens_B.tolist()
+        yield [token if row in open_rows else None for row, token in enumerate(tokens)]
+        open_rows = [row for row in open_rows if tokens[row] not in stop_ids]
+        if not open_rows or count + 1 == max_new_tokens:
             return
-        logits = advance(tokens, is_open)
+        logits = advance(tokens_B, open_rows)

@@ -70,7 +70,7 @@ class Host:
         if state is None:
             raise ProtocolError(Status.NO_SESSION, "no such session")
         with self.turn:
-            if int(state.lengths[0]) + len(features_TI) > state.capacity:
+            if state.lengths[0] + len(features_TI) > state.capacity:
                 raise ProtocolError(Status.CACHE_FULL, f"the cache holds {state.capacity} tokens")
             made: Floats = advance(state, features_TI)[0]
             return made
@@ -118,7 +118,7 @@ def require_files(folder: Path) -> None:
 def advance(state: State, features_TI: Floats) -> Floats:
     """Feed one row's next tokens; features of the last of them, [1, 1, width]."""
     count = len(features_TI)
-    first, features_BTI = int(state.lengths[0]), features_TI[None]
+    first, features_BTI = state.lengths[0], features_TI[None]
     shown = np.ones((1, count), np.int64)
     if first == 0 and count < state.capacity:
         features_BTI, shown = _with_even_count(features_BTI, shown)
@@ -134,8 +134,7 @@ def advance(state: State, features_TI: Floats) -> Floats:
         state.binding.bind_cpu_input(name, values)
     state.binding.bind_output(NEW_FEATURES)
     state.decoder.session.run_with_iobinding(state.binding)
-    state.lengths += count
-    state.positions += count
+    state.lengths = [first + count]
     made: Floats = state.binding.get_outputs()[-1].numpy()
     return made
 

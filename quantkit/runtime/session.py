@@ -135,11 +135,11 @@ class State:
     binding: Any
     buffers: list[Any]
     mask: Ints  # [batch, capacity]: 0 where nothing is, or padding
-    lengths: Ints  # [batch]: places filled, padding on the left included
-    positions: Ints  # [batch]: of each row's next token
+    lengths: list[int]  # of each row: places filled, padding on the left included
+    positions: list[int]  # of each row's next token
     capacity: int
-    logits: Floats  # [batch, 1, vocabulary], written by every run
-    token: Ints  # [batch, 1], bound from one single token to the next, with its position
+    logits: Floats  # [batch, vocabulary] of the last tokens, written by every run
+    token: Ints  # [batch, 1], bound with its position and the whole mask from one single token to the next
     place: Ints
     is_token_bound: bool = False
 
@@ -164,16 +164,16 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         binding.bind_ortvalue_input(past, buffer)
         binding.bind_ortvalue_output(present, buffer)
         buffers.append(buffer)
-    logits = np.empty((batch, 1, decoder.vocab_size), np.float32)
+    logits = np.empty((batch, decoder.vocab_size), np.float32)
     if decoder.vocab_size:  # else these are blocks without a head
-        binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))
+        binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits[:, None]))
     state = State(
         decoder=decoder,
         binding=binding,
         buffers=buffers,
         mask=np.zeros((batch, capacity), np.int64),
-        lengths=np.zeros(batch, np.int64),
-        positions=np.zeros(batch, np.int64),
+        lengths=[0] * batch,
+        positions=[0] * batch,
         capacity=capacity,
         logits=logits,
         token=np.zeros((batch, 1), np.int64),
@@ -200,54 +200,66 @@ def _take_memory(decoder: Decoder, size: int) -> NDArray[Any]:
 
 
 def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
-    """Feed tokens [batch, n]; logits of each row's last one.
+    """Feed tokens [batch, n]; logits of each row's last one, which the next step overwrites.
 
     A prompt may be padded where `mask` is 0, on the right or on the left. Later tokens are appended at each
     row's own length, one at a time: onnxruntime's attention takes a later chunk for a single row only.
     """
-    count = ids.shape[1]
-    total = int(state.lengths.max()) + count
-    assert total <= state.capacity, "the cache is full"
-    if total > count:
-        assert mask is None or mask.all(), "only a prompt may be padded"
-        assert count == 1 or len(ids) == 1, "later tokens of several rows come one at a time"
-        for row, length in enumerate(state.lengths.tolist()):
-            state.mask[row, length : length + count] = 1
-        positions = state.positions[:, None] + np.arange(count)
-        state.lengths += count
-        state.positions += count
+    count, filled = ids.shape[1], max(state.lengths)
+    assert filled + count <= state.capacity, "the cache is full"
+    if not filled:
+        return _read_prompt(state, ids, np.ones_like(ids) if mask is None else mask)
+    assert mask is None or mask.all(), "only a prompt may be padded"
+    assert count == 1 or len(ids) == 1, "later tokens of several rows come one at a time"
+    for row, length in enumerate(state.lengths):
+        state.mask[row, length : length + count] = 1
+    if count == 1:
+        _run_token(state, ids)
     else:
-        shown = np.ones(ids.shape, np.int64) if mask is None else mask.astype(np.int64)
-        assert shown.any(axis=1).all(), "a row without a token"
-        if count < state.capacity:
-            ids, shown = with_even_count(ids, shown)
-        total = ids.shape[1]
-        state.mask[:, :total] = shown
-        positions = positions_of(shown, total)
-        state.lengths[:] = total - shown[:, ::-1].argmax(axis=1)
-        state.positions[:] = shown.sum(axis=1)
-    return _run(state, ids, positions, total)
+        _run(state, ids, np.array(state.positions)[:, None] + np.arange(count), filled + count)
+    state.lengths = [length + count for length in state.lengths]
+    state.positions = [position + count for position in state.positions]
+    return state.logits
 
 
-def _run(state: State, ids: Ints, positions: Ints, total: int) -> Floats:
-    """Logits of the last token, in as little Python as can be.
+def _read_prompt(state: State, ids: Ints, mask: Ints) -> Floats:
+    shown = mask.astype(np.int64)
+    assert shown.any(axis=1).all(), "a row without a token"
+    if ids.shape[1] < state.capacity:
+        ids, shown = with_even_count(ids, shown)
+    total = ids.shape[1]
+    state.mask[:, :total] = shown
+    _run(state, ids, positions_of(shown, total), total)
+    state.lengths = (total - shown[:, ::-1].argmax(axis=1)).tolist()
+    state.positions = shown.sum(axis=1).tolist()
+    return state.logits
 
-    The weights of a token pass through all caches, so whatever is interpreted between two tokens comes from
-    memory each time: binding everything anew and looking through all outputs took 5% of a token.
-    """
-    binding, is_token = state.binding, ids.shape == state.token.shape
-    if is_token:
-        state.token[:], state.place[:] = ids, positions
-        if not state.is_token_bound:
-            binding.bind_cpu_input("input_ids", state.token)
-            binding.bind_cpu_input("position_ids", state.place)
-    else:
-        binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
-        binding.bind_cpu_input("position_ids", positions)
-    state.is_token_bound = is_token
+
+def _run(state: State, ids: Ints, positions: Ints, total: int) -> None:
+    """Several tokens of a row, which fill the caches up to `total`."""
+    binding, state.is_token_bound = state.binding, False
+    binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
+    binding.bind_cpu_input("position_ids", positions)
     binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :total]))
     state.decoder.session.run_with_iobinding(binding)
-    return state.logits[:, -1].copy()
+
+
+def _run_token(state: State, ids: Ints) -> None:
+    """One token of every row, in as little Python as can be.
+
+    The weights of a token pass through all caches, so whatever is interpreted between two tokens comes from
+    memory each time: the first numpy operation of a kind takes 25 us, and binding everything anew took 5% of
+    a token. So what is bound stays bound, the mask as wide as the caches, and lengths are plain integers.
+    """
+    state.token[:] = ids
+    for row, position in enumerate(state.positions):
+        state.place[row, 0] = position
+    if not state.is_token_bound:
+        state.binding.bind_cpu_input("input_ids", state.token)
+        state.binding.bind_cpu_input("position_ids", state.place)
+        state.binding.bind_cpu_input("attention_mask", state.mask)
+        state.is_token_bound = True
+    state.decoder.session.run_with_iobinding(state.binding)
 
 
 def with_even_count(ids: Ints, shown: Ints) -> tuple[Ints, Ints]:

@@ -132,8 +132,8 @@ def generate_split(
         ]
         places = [len(prompt) for prompt in prompts]
 
-        def advance(tokens_B: Ints, is_open: NDArray[np.bool_]) -> Floats:
-            for row in np.flatnonzero(is_open):
+        def advance(tokens_B: Ints, open_rows: list[int]) -> Floats:
+            for row in open_rows:
                 features[row] = sessions[row].advance(client.embed(tokens_B[row : row + 1], places[row]))
                 places[row] += 1
             return client.logits(np.stack(features))[:, -1]

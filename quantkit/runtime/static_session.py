@@ -290,8 +290,8 @@ def generate_static(
     rows = [begin(decoder, prompt) for prompt in prompts]
     logits = np.stack([last for _, last in rows])
 
-    def advance(tokens: Ints, is_open: NDArray[np.bool_]) -> Floats:
-        for row in np.flatnonzero(is_open):
+    def advance(tokens: Ints, open_rows: list[int]) -> Floats:
+        for row in open_rows:
             logits[row] = step(rows[row][0], int(tokens[row]))
         return logits
 

@@ -251,8 +251,8 @@ def generate_traced(
     rows = [read_prompt(model, np.array([prompt], np.int64)) for prompt in prompts]
     states, logits = [state for state, _ in rows], np.concatenate([last for _, last in rows])
 
-    def advance(tokens: Ints, is_open: NDArray[np.bool_]) -> Floats:
-        for row in np.flatnonzero(is_open):
+    def advance(tokens: Ints, open_rows: list[int]) -> Floats:
+        for row in open_rows:
             logits[row] = go_on(states[row], tokens[None, row : row + 1])[0]
         return logits
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from exporting import DECODERS, NOTHING, build_tiny, decoder_cases, error, export
+from stepping import one_by_one
 
 from quantkit.checkpoint import open_checkpoint
 from quantkit.export.emit import why_not
@@ -66,14 +67,6 @@ def original_logits(model, ids):
         return model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
 
 
-def one_by_one(decoder, ids, mask=None):
-    """Logits of the prompt's last position and of each later token, through the cache."""
-    state = start(decoder, batch=len(ids), capacity=ids.shape[1])
-    made = [step(state, ids[:, :PROMPT], None if mask is None else mask[:, :PROMPT])]
-    made += [step(state, ids[:, place : place + 1]) for place in range(PROMPT, ids.shape[1])]
-    return np.stack(made, axis=1)
-
-
 def padded_right(rows, lengths):
     """(ids, mask) of the rows' beginnings, up to the longest of them."""
     mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
@@ -83,9 +76,10 @@ def padded_right(rows, lengths):
 def continued(decoder, rows, lengths):
     """Logits of each prompt's last token and of the tokens that follow it, all rows in one batch."""
     state = start(decoder, batch=len(rows), capacity=max(lengths) + NUM_STEPS)
-    made = [step(state, *padded_right(rows, lengths))]
+    made = [step(state, *padded_right(rows, lengths)).copy()]
     for place in range(NUM_STEPS):
-        made.append(step(state, np.take_along_axis(rows, np.array(lengths)[:, None] + place, axis=1)))
+        tokens = np.take_along_axis(rows, np.array(lengths)[:, None] + place, axis=1)
+        made.append(step(state, tokens).copy())
     return np.stack(made, axis=1)
 
 
@@ -98,14 +92,14 @@ def test_the_float_graph_is_the_model(name, sizes, tmp_path):
     wanted = original_logits(model, IDS)
     for made, expected in (
         (all_logits(decoder, IDS), wanted),
-        (one_by_one(decoder, IDS), wanted[:, PROMPT - 1 :]),
+        (one_by_one(decoder, IDS, prompt=PROMPT), wanted[:, PROMPT - 1 :]),
     ):
         assert error(made, expected).relative < 1e-5
         assert error(made, expected).absolute < 1e-4
     mask = np.ones_like(IDS)
     mask[1, :PADDING] = 0
     alone = original_logits(model, IDS[1:, PADDING:])
-    prompt, decoded = all_logits(decoder, IDS, mask), one_by_one(decoder, IDS, mask)
+    prompt, decoded = all_logits(decoder, IDS, mask), one_by_one(decoder, IDS, mask, prompt=PROMPT)
     for made, expected in (
         (prompt[0], wanted[0]),
         (prompt[1, PADDING:], alone[0]),
@@ -180,7 +174,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_cache(scheme, tmp_path):
     mask = np.ones_like(IDS)
     mask[1, :PADDING] = 0
     together, alone = all_logits(decoder, IDS, mask), all_logits(decoder, IDS[:1])
-    cached = one_by_one(decoder, IDS, mask)
+    cached = one_by_one(decoder, IDS, mask, prompt=PROMPT)
     for made, expected in ((together[:1], alone), (cached[:1], alone[:, PROMPT - 1 :])):
         assert error(made, expected).relative < 1e-3
         assert (made.argmax(-1) == expected.argmax(-1)).all()
@@ -213,6 +207,15 @@ def test_as_many_logits_as_a_caller_wants_end_at_each_rows_last_token(wanted, tm
             first = max(end - wanted, 0)
             expected = everything[row, first : first + wanted]
             assert error(made[row], expected).relative < 1e-6
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES)
+def test_room_in_the_caches_changes_nothing(name, sizes, tmp_path):
+    build(name, sizes).save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out")
+    decoder = open_decoder(tmp_path / "out", threads=1)
+    exact = one_by_one(decoder, IDS, prompt=PROMPT)
+    assert np.array_equal(one_by_one(decoder, IDS, prompt=PROMPT, room=10), exact)
 
 
 def test_what_the_attention_operator_cannot_append_is_refused(tmp_path):

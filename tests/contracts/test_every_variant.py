@@ -17,6 +17,7 @@ import torch
 from doubles import logits_of as logits_in_double
 from doubles import make_subject
 from exporting import NOTHING, build_tiny, error, export
+from stepping import one_by_one
 
 from quantkit.checkpoint import open_checkpoint
 from quantkit.cost import specify
@@ -33,7 +34,7 @@ from quantkit.model.spaces import spaces_of
 from quantkit.model.structure import observe
 from quantkit.plan import choose
 from quantkit.records import Role
-from quantkit.runtime.session import all_logits, open_decoder, start, step
+from quantkit.runtime.session import all_logits, open_decoder
 from quantkit.transforms import TRANSFORMS
 
 CHOICES = {
@@ -86,13 +87,6 @@ def build(row, **changes):
 def logits_of(model, ids):
     with torch.inference_mode():
         return model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
-
-
-def stepwise(decoder, ids, mask=None):
-    state = start(decoder, batch=len(ids), capacity=ids.shape[1])
-    made = [step(state, ids[:, :PROMPT], None if mask is None else mask[:, :PROMPT])]
-    made += [step(state, ids[:, place : place + 1]) for place in range(PROMPT, ids.shape[1])]
-    return np.stack(made, axis=1)
 
 
 @pytest.mark.once
@@ -160,10 +154,10 @@ def test_the_fused_graph_is_the_model(row, tmp_path):
     mask = np.ones_like(IDS)
     mask[1, :PADDING] = 0
     alone = logits_of(model, IDS[1:, PADDING:])[0]
-    padded, decoded = all_logits(decoder, IDS, mask), stepwise(decoder, IDS, mask)
+    padded, decoded = all_logits(decoder, IDS, mask), one_by_one(decoder, IDS, mask, prompt=PROMPT)
     for made, expected in (
         (all_logits(decoder, IDS), wanted),
-        (stepwise(decoder, IDS), wanted[:, PROMPT - 1 :]),
+        (one_by_one(decoder, IDS, prompt=PROMPT), wanted[:, PROMPT - 1 :]),
         (padded[0], wanted[0]),
         (padded[1, PADDING:], alone),
         (decoded[1], alone[PROMPT - 1 - PADDING :]),
@@ -230,7 +224,7 @@ def test_blocks_without_an_ffn_go_the_whole_way(placement, tmp_path):
         export(tmp_path / "model", tmp_path / str(min_dim), scheme=scheme, min_dim=min_dim)
         decoder = open_decoder(tmp_path / str(min_dim), threads=1)
         assert error(all_logits(decoder, IDS), wanted).relative < bound
-        assert error(stepwise(decoder, IDS), wanted[:, PROMPT - 1 :]).relative < bound
+        assert error(one_by_one(decoder, IDS, prompt=PROMPT), wanted[:, PROMPT - 1 :]).relative < bound
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers
 from exporting import NOTHING, error, export
+from stepping import one_by_one
 
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
-from quantkit.runtime.session import all_logits, open_decoder, start, step
+from quantkit.runtime.session import all_logits, open_decoder
 
 SIZES = {
     "gpt2": "gpt2",
@@ -58,9 +59,7 @@ def test_the_float_graph_of_a_published_size(name, tmp_path):
     export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
     decoder = open_decoder(tmp_path / "out")
     made = all_logits(decoder, ids, mask)
-    state = start(decoder, batch=1, capacity=LENGTH)
-    steps = [step(state, ids[:1, :PROMPT])]
-    steps += [step(state, ids[:1, place : place + 1]) for place in range(PROMPT, LENGTH)]
+    steps = one_by_one(decoder, ids[:1], prompt=PROMPT)
     assert error(made[:1], wanted).relative < 1e-4
     assert error(made[1:, 7:], shorter).relative < 1e-4
-    assert error(np.stack(steps, 1), wanted[:, PROMPT - 1 :]).relative < 1e-4
+    assert error(steps, wanted[:, PROMPT - 1 :]).relative < 1e-4

@@ -22,7 +22,7 @@ PASTS = device.pasts(SESSION)
 
 def generate(ids: list[int]) -> Iterator[int]:
     """New tokens, one by one; the past and the present of a layer are the same memory."""
-    binding, capacity, held, chunk = SESSION.io_binding(), len(ids) + ASKED.max_new_tokens, 0, ids
+    binding, held, capacity = SESSION.io_binding(), len(ids), len(ids) + ASKED.max_new_tokens
     for name, past in PASTS.items():
         empty = np.zeros((1, past.shape[1], capacity, past.shape[3]), device.TYPES[past.type])
         memory = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
@@ -31,20 +31,22 @@ def generate(ids: list[int]) -> Iterator[int]:
     width = next(each.shape[2] for each in SESSION.get_outputs() if each.name == "logits")
     logits, choose = np.empty((1, 1, width), np.float32), device.chooser(ASKED)
     binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))
-    for _ in range(ASKED.max_new_tokens):
-        filled = held + len(chunk)
-        # Products take tokens in pairs and sum an odd one in another order: an odd prompt is padded by one.
-        padding = [0] * (held == 0 and len(chunk) % 2 and filled < capacity)
-        mask = np.array([[1] * filled + padding], np.int64)
-        binding.bind_cpu_input("input_ids", np.array([chunk + padding], np.int64))
-        binding.bind_cpu_input("attention_mask", mask)
-        binding.bind_cpu_input("position_ids", np.ascontiguousarray(mask.cumsum(axis=1)[:, held:] - 1))
+    # Products take tokens in pairs and sum an odd one in another order: an odd prompt is padded by one.
+    chunk = np.array([ids + [0] * (held % 2)], np.int64)
+    mask = (np.arange(capacity) < held).astype(np.int64)[None]
+    shown, token, place = mask[:, : chunk.shape[1]], np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
+    inputs = {"input_ids": chunk, "position_ids": shown.cumsum(axis=1) - 1, "attention_mask": shown}
+    for made in range(ASKED.max_new_tokens):
+        for name, values in inputs.items():
+            binding.bind_cpu_input(name, values)
         SESSION.run_with_iobinding(binding)
-        token = choose(logits[0, -1])
-        held, chunk = filled, [token]
-        yield token
-        if token in STOPS:
+        chosen = choose(logits[0, -1])
+        yield chosen
+        if chosen in STOPS:
             return
+        # What a token is read from stays bound from the first one on, and is filled anew for each.
+        inputs = {} if made else {"input_ids": token, "position_ids": place, "attention_mask": mask}
+        token[0, 0], place[0, 0], mask[0, held + made] = chosen, held + made, 1
 
 
 def encode(ids: list[int], kinds: list[int]) -> device.Outputs:
