@@ -151,13 +151,6 @@ def write_part(folder: Path, part: int, entries: Mapping[str, Finished]) -> None
     unfinished.replace(part_path(folder, part))
 
 
-def part_entries(folder: Path, part: int) -> Mapping[str, Mapping[str, Any]]:
-    """The plain values of every entry of a part."""
-    with safe_open(part_path(folder, part), framework="numpy") as file:
-        entries: Mapping[str, Mapping[str, Any]] = json.loads(file.metadata()["values"])
-        return entries
-
-
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     unfinished = path.with_suffix(".unfinished")

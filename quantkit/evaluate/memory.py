@@ -2,8 +2,7 @@
 
 What a process of its own needed is asked of the operating system after it has ended, which misses no peak.
 One trap lies there: on Linux a child starts with the peak of the process that started it, so a small child of
-a large parent looks large. A tiny interpreter therefore stands between the two. Within a process, a thread
-looks at the memory every few milliseconds and may miss a shorter peak.
+a large parent looks large. A tiny interpreter therefore stands between the two.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,59 +82,6 @@ def _poll(
         peak_bytes = max(peak_bytes, getattr(memory, "peak_wset", memory.rss))
         time.sleep(POLL_SECONDS)
     return int(process.wait()), peak_bytes
-
-
-def peak_so_far_bytes() -> int:
-    """The peak of this process since it started; on macOS that of the process that started it may show."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    if os.name == "nt":
-        memory = psutil.Process().memory_info()
-        return int(getattr(memory, "peak_wset", memory.rss))
-    import resource  # noqa: PLC0415 - not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-@dataclass(kw_only=True, slots=True)
-class Peak:
-    """Filled while a sampler runs."""
-
-    start_bytes: int
-    peak_bytes: int
-
-    @property
-    def rise_bytes(self) -> int:
-        """Peak above the start."""
-        return self.peak_bytes - self.start_bytes
-
-
-@contextmanager
-def sample_peak(interval_seconds: float = POLL_SECONDS) -> Iterator[Peak]:
-    """Watch this process's memory while the block runs."""
-    process = psutil.Process()
-    now = process.memory_info().rss
-    peak = Peak(start_bytes=now, peak_bytes=now)
-    stop = threading.Event()
-
-    def look() -> None:
-        peak.peak_bytes = max(peak.peak_bytes, process.memory_info().rss)
-
-    def watch() -> None:
-        while not stop.wait(interval_seconds):
-            look()
-
-    thread = threading.Thread(target=watch, name="memory sampler", daemon=True)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        stop.set()
-        thread.join()
-        look()
 
 
 def floor_ms(*, bytes_read: float, bandwidth_gb_per_s: float) -> float:

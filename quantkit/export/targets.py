@@ -137,7 +137,6 @@ TARGETS: dict[str, Target] = {
     ),
 }
 DEFAULT_TARGET = "cpu"
-EXTERNAL_FROM_BYTES = 64 << 20  # above this, weights lie in a file beside the graph
 
 
 def format_on(target: Target, wanted: Format) -> Format:

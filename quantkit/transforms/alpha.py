@@ -7,7 +7,7 @@ tie, so that on the sample a space is never made worse. https://arxiv.org/abs/23
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,3 @@ def _for_readers(space: Space, scales_I: Doubles) -> Doubles:
         return scales_I
     group = space.num_heads // space.num_kv_heads
     return Diagonal(factors_I=scales_I).for_queries(space.head_dim, group).factors_I
-
-
-def alphas_of(choices: Sequence[Choice]) -> Mapping[str, float | None]:
-    """The form in which `smooth` takes them."""
-    return {choice.space: choice.alpha for choice in choices}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 import numpy as np
 import pytest
 
-from quantkit.evaluate.memory import floor_ms, peak_so_far_bytes, run_and_measure, sample_peak
+from quantkit.evaluate.memory import floor_ms, run_and_measure
 
 pytestmark = pytest.mark.once
 MB = 1_000_000
@@ -57,23 +56,6 @@ def test_failures_are_reported():
 @on_unix
 def test_a_signal_is_a_negative_exit_code():
     assert run_and_measure(python("import os; os.kill(os.getpid(), 9)")).exit_code == -9
-
-
-def test_the_peak_of_this_process_is_at_least_what_it_holds():
-    ballast = np.ones(BIG // 8)
-    assert peak_so_far_bytes() > ballast.nbytes
-
-
-def test_the_sampler_sees_a_rise_within_the_block():
-    with sample_peak(0.001) as peak:
-        ballast = np.ones(BIG // 8)
-        time.sleep(0.05)
-        del ballast
-    assert 0.9 * BIG <= peak.rise_bytes <= 1.5 * BIG
-    assert peak.peak_bytes >= peak.start_bytes
-    with sample_peak(0.001) as calm:
-        time.sleep(0.02)
-    assert calm.rise_bytes < 0.2 * BIG
 
 
 def test_the_floor_is_bytes_over_bandwidth():
