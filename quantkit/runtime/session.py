@@ -236,12 +236,10 @@ def _read_prompt(state: State, ids: Ints, mask: Ints) -> Floats:
 
 
 def _run(state: State, ids: Ints, positions: Ints, total: int) -> None:
-    """Several tokens of a row, which fill the caches up to `total`."""
-    binding, state.is_token_bound = state.binding, False
-    binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
-    binding.bind_cpu_input("position_ids", positions)
-    binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :total]))
-    state.decoder.session.run_with_iobinding(binding)
+    """Tokens of every row, which fill the caches up to `total`."""
+    _bind(state, np.ascontiguousarray(ids, np.int64), positions, np.ascontiguousarray(state.mask[:, :total]))
+    state.is_token_bound = False
+    state.decoder.session.run_with_iobinding(state.binding)
 
 
 def _run_token(state: State, ids: Ints) -> None:
@@ -255,11 +253,14 @@ def _run_token(state: State, ids: Ints) -> None:
     for row, position in enumerate(state.positions):
         state.place[row, 0] = position
     if not state.is_token_bound:
-        state.binding.bind_cpu_input("input_ids", state.token)
-        state.binding.bind_cpu_input("position_ids", state.place)
-        state.binding.bind_cpu_input("attention_mask", state.mask)
+        _bind(state, state.token, state.place, state.mask)
         state.is_token_bound = True
     state.decoder.session.run_with_iobinding(state.binding)
+
+
+def _bind(state: State, ids: Ints, positions: Ints, mask: Ints) -> None:
+    for name, values in (("input_ids", ids), ("position_ids", positions), ("attention_mask", mask)):
+        state.binding.bind_cpu_input(name, values)
 
 
 def with_even_count(ids: Ints, shown: Ints) -> tuple[Ints, Ints]:

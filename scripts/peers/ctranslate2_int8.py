@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ctranslate2  # type: ignore[import-not-found]
@@ -23,7 +24,7 @@ def make(variant: str, source: Path, output: Path) -> None:
 
 
 def open_generation(variant: str, folder: Path) -> Callable[[], timing.Samples]:
-    """A short and a long answer, twice: once to warm up."""
+    """A short and a long answer."""
     generator = ctranslate2.Generator(
         str(folder), device="cpu", compute_type="int8", intra_threads=timing.NUM_THREADS
     )
@@ -43,12 +44,11 @@ def open_generation(variant: str, folder: Path) -> Callable[[], timing.Samples]:
         assert len(results[0].sequences_ids[0]) == length
         return elapsed_ms
 
-    def measure() -> timing.Samples:
-        for _ in range(2):
-            first_ms, all_ms = answer_ms(1), answer_ms(1 + timing.NUM_NEW_TOKENS)
-        return {"prefill_ms": [first_ms], "decode_ms": [(all_ms - first_ms) / timing.NUM_NEW_TOKENS]}
+    def measure() -> dict[str, float]:
+        first_ms, all_ms = answer_ms(1), answer_ms(1 + timing.NUM_NEW_TOKENS)
+        return {"prefill_ms": first_ms, "decode_ms": (all_ms - first_ms) / timing.NUM_NEW_TOKENS}
 
-    return measure
+    return partial(timing.sampled, measure)
 
 
 def vocabulary(folder: Path) -> list[str]:

@@ -40,11 +40,19 @@ def tokens(count: int, *, seed: int = 0) -> list[int]:
     return [generator.randrange(100, VOCABULARY) for _ in range(count)]
 
 
+def sampled(
+    measure: Callable[[], dict[str, float]], *, warm_ups: int = 1, count: int = NUM_SAMPLES
+) -> Samples:
+    """What is measured once, some times over, without the first."""
+    taken = [measure() for _ in range(warm_ups + count)][warm_ups:]
+    return {key: [each[key] for each in taken] for key in taken[0]}
+
+
 def time_decoder(clear: Callable[[], object], feed: Feed) -> Samples:
-    """A prompt and the tokens after it, after once to warm up."""
+    """A prompt and the tokens after it."""
     prompt, following = tokens(NUM_PROMPT_TOKENS), tokens(NUM_NEW_TOKENS, seed=1)
-    samples: Samples = {"prefill_ms": [], "decode_ms": []}
-    for is_timed in (False, *[True] * NUM_SAMPLES):
+
+    def measure() -> dict[str, float]:
         begin = time.perf_counter()
         clear()
         feed(prompt)
@@ -52,21 +60,21 @@ def time_decoder(clear: Callable[[], object], feed: Feed) -> Samples:
         for token in following:
             feed([token])
         end = time.perf_counter()
-        if is_timed:
-            samples["prefill_ms"].append((middle - begin) * 1e3)
-            samples["decode_ms"].append((end - middle) * 1e3 / NUM_NEW_TOKENS)
-    return samples
+        return {"prefill_ms": (middle - begin) * 1e3, "decode_ms": (end - middle) * 1e3 / NUM_NEW_TOKENS}
+
+    return sampled(measure)
 
 
 def time_encoder(feed: Feed) -> Samples:
-    """Ten runs, of which the first five warm up."""
+    """One sentence."""
     sentence = tokens(NUM_PROMPT_TOKENS)
-    samples = []
-    for _ in range(10):
+
+    def measure() -> dict[str, float]:
         begin = time.perf_counter()
         feed(sentence)
-        samples.append((time.perf_counter() - begin) * 1e3)
-    return {"encode_ms": samples[5:]}
+        return {"encode_ms": (time.perf_counter() - begin) * 1e3}
+
+    return sampled(measure, warm_ups=5, count=5)
 
 
 def take_turns(measure: Callable[[], Samples]) -> None:
@@ -87,18 +95,17 @@ def main(
     open_clock: Callable[[str, Path], Callable[[], Samples]] | None = None,
 ) -> None:
     """Obey one command line; `open_clock` is for a system that has a clock of its own."""
-    action, variant, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    kind = sys.argv[4]
+    action, variant, folder, output_or_kind = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4]
     if action == "make" and make:
-        make(variant, folder, Path(kind))
+        make(variant, folder, Path(output_or_kind))
         print("{}")
     elif open_clock:
         take_turns(open_clock(variant, folder))
-    elif kind == "decoder" and open_decoder:
+    elif output_or_kind == "decoder" and open_decoder:
         clear, feed = open_decoder(variant, folder)
         take_turns(lambda: time_decoder(clear, feed))
-    elif kind == "encoder" and open_encoder:
+    elif output_or_kind == "encoder" and open_encoder:
         feed = open_encoder(variant, folder)
         take_turns(lambda: time_encoder(feed))
     else:
-        sys.exit(f"no {kind} here")
+        sys.exit(f"no {output_or_kind} here")

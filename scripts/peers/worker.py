@@ -12,12 +12,11 @@ import contextlib
 import json
 import os
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from peers.workplace import TIME_LIMIT_S, failure, start
+from peers.workplace import failure, killed_in_time, start
 
 PAUSE_S = 0.25  # threads of OpenMP wait with their hands on the processor for up to 0.2 s
 
@@ -44,16 +43,12 @@ class Worker:
     def answer(self) -> dict[str, Any]:
         """Its next line of JSON; other lines, which libraries print, are passed over."""
         assert self.process.stdout is not None
-        clock = threading.Timer(TIME_LIMIT_S, self.process.kill)
-        clock.start()
-        try:
+        with killed_in_time(self.process):
             for line in self.process.stdout:
                 with contextlib.suppress(ValueError):
                     found = json.loads(line)
                     if isinstance(found, dict):
                         return found
-        finally:
-            clock.cancel()
         raise failure(self.log, [], f"exit {self.process.wait()}")
 
     def turn(self) -> tuple[dict[str, list[float]], float]:

@@ -7,6 +7,7 @@ process that measures others stays small, for a child's peak memory begins with 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,17 @@ def start(command: list[str], log: Path, *, stdin: int | None = None) -> subproc
             raise PeerError(f"{command[0]}: {error.strerror}") from error
 
 
+@contextlib.contextmanager
+def killed_in_time(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Nobody waits for a process longer than the limit."""
+    clock = threading.Timer(TIME_LIMIT_S, process.kill)
+    clock.start()
+    try:
+        yield
+    finally:
+        clock.cancel()
+
+
 def failure(log: Path, lines: list[str], end: str) -> PeerError:
     """Why a command failed: the last it said in its log, or else in its output, and how it ended."""
     told = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:] or lines
@@ -77,11 +90,9 @@ def run(command: list[str], log: Path) -> Finished:
     begin = time.perf_counter()
     process = start(command, log)
     assert process.stdout is not None
-    clock = threading.Timer(TIME_LIMIT_S, process.kill)
-    clock.start()
-    output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    clock.cancel()
+    with killed_in_time(process):
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - begin
     lines = output.strip().splitlines()

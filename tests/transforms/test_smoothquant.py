@@ -188,6 +188,7 @@ def test_the_search_tries_every_strength(llama, rule, name):
     tried = {None: choice.plain_error, **dict(choice.errors)}
     assert choice.error == min(tried.values()) == tried[choice.alpha]
     assert choice.error < 0.5 * choice.plain_error, "channels this uneven are rescued"
+    assert choice.space == name
 
 
 def test_a_sample_that_smoothing_cannot_help_is_left_alone(llama):
