@@ -79,7 +79,7 @@ class Latency:
     decode: Timing | None = None  # per token; None for a model that generates nothing
     decode_reference: Timing | None = None
     num_decoded: int | None = None  # tokens of one decode run
-    floor_ms_per_token: float | None = None  # reading the weights once at the machine's bandwidth
+    floor_ms_per_token: float | None = None  # reading weights and cache once at the machine's bandwidth
     num_warm_ups: int
     batch: int = 1
     reference: str | None = None  # what the reference is, in words

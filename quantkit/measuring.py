@@ -54,6 +54,7 @@ from quantkit.stages import Exported, reference_size, write_reference
 from quantkit.subjects import (
     Model,
     answers_of,
+    bytes_per_token,
     fitting,
     fixed_length,
     generates,
@@ -306,7 +307,7 @@ def _latency(
     prompt, decode = lengths
     with progress.stage("latency"):
         # Of weights behind an encoder a token reads a part that no plan tells.
-        floor = None if reads_and_answers(quantized) else _floor(subject)
+        floor = None if reads_and_answers(quantized) else _floor(subject, quantized, lengths)
         return measure_latency(
             quantized=runs_of(quantized, prompt, decode),
             reference=runs_of(reference, prompt, decode) if reference else None,
@@ -322,10 +323,10 @@ def _latency(
         )
 
 
-def _floor(subject: Subject) -> float:
-    """Milliseconds that reading the weights for one token takes, measured now."""
+def _floor(subject: Subject, quantized: Model, lengths: tuple[int, int]) -> float:
+    """Milliseconds that reading weights and cache for one token takes, measured now."""
     return floor_ms(
-        bytes_read=subject.exported.bytes_per_token,
+        bytes_read=bytes_per_token(quantized, subject.exported.traffic, lengths),
         bandwidth_gb_per_s=read_bandwidth_gb_per_s(subject.threads),
     )
 

@@ -60,6 +60,7 @@ from quantkit.stages import held_bytes
 from quantkit.subjects import (
     SMALLEST_VOCABULARY,
     Model,
+    bytes_per_token,
     fitting,
     fixed_length,
     generates,
@@ -68,6 +69,7 @@ from quantkit.subjects import (
     reads_and_answers,
     runs_of,
 )
+from quantkit.traffic import heard
 
 # Texts whose logits providers are compared by: few, since an emulator takes seconds for each.
 COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
@@ -260,13 +262,14 @@ def benchmark(opened: Opened, *, progress: Progress) -> Benchmarked:
     """Prompt, tokens after it and peak memory on the CPU provider."""
     wanted, model = opened.recipe.measure, opened.model
     lengths = fitting(model, *timed_lengths(wanted, opened.context))
-    bytes_read = opened.metadata.get("bytes_per_token")
+    traffic = heard(opened.metadata)
     notes = []
     with progress.stage("latency"):
         floor = None
-        if bytes_read:
+        if traffic:
             bandwidth = read_bandwidth_gb_per_s(opened.threads)
-            floor = floor_ms(bytes_read=float(bytes_read), bandwidth_gb_per_s=bandwidth)
+            bytes_read = bytes_per_token(model, traffic, lengths)
+            floor = floor_ms(bytes_read=bytes_read, bandwidth_gb_per_s=bandwidth)
         elif generates(model):
             notes.append("no memory floor: the artifact does not say how many bytes a token reads")
         latency = measure_latency(

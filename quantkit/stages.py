@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from quantkit.records import ModelMap, Plan, to_json
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
 from quantkit.schemes import BITS_IN_HALVES, SCHEMES, Format, Grid
-from quantkit.tensor_records import Checkpoint, Contents, TensorSpec, contents_of, formats_of
+from quantkit.tensor_records import Checkpoint, Contents, contents_of, formats_of, planned_bytes
+from quantkit.traffic import Traffic, told, traffic_of
 
 WEIGHTS_FILE = "weights.safetensors"
 SHARED_FILE = "weights.data"  # of the graphs of a target with fixed shapes
@@ -59,7 +60,7 @@ class Exported:
     contents: Contents
     placement: Placement
     planned_bytes: int
-    bytes_per_token: int  # of weights that one decoded token reads
+    traffic: Traffic  # what one decoded token reads
 
     @property
     def num_bytes(self) -> int:
@@ -170,7 +171,7 @@ def write_model(
         contents=contents,
         placement=check_models(paths, plan, target),
         planned_bytes=planned_bytes(contents.tensors()),
-        bytes_per_token=bytes_per_token(contents),
+        traffic=traffic_of(model_map, contents),
     )
 
 
@@ -229,7 +230,7 @@ def metadata_of(model_map: ModelMap, contents: Contents, scheme_name: str, kind:
         "scheme": scheme_name,
         "model": model_map.name,
         "kind": kind,
-        "bytes_per_token": bytes_per_token(contents),
+        **told(traffic_of(model_map, contents)),
     }
 
 
@@ -271,20 +272,6 @@ def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **o
     options["target_name"] = DEFAULT_TARGET
     plan = choose(model_map, min_dim=NOTHING)
     return write_model(model_map, plan, source, folder, **options)
-
-
-def planned_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes that tensors take, from their shapes alone."""
-    return sum(spec.num_bytes for spec in specs)
-
-
-def bytes_per_token(contents: Contents) -> int:
-    """Every weight but the tables: of those a token reads one row. A float head reads the table it shares."""
-    heads = {pack.table for pack in contents.packs if pack.table}
-    tables = [entry for entry in contents.tables if entry.table.name not in heads]
-    return planned_bytes(contents.tensors()) - planned_bytes(
-        spec for entry in tables for spec in entry.tensors()
-    )
 
 
 def reference_size(model_map: ModelMap) -> int:

@@ -41,14 +41,13 @@ from quantkit.stages import (
     SHARED_FILE,
     Count,
     Exported,
-    bytes_per_token,
     formats_on,
     kind_of,
     metadata_of,
-    planned_bytes,
     write_rounded,
 )
-from quantkit.tensor_records import Checkpoint, Contents, contents_of
+from quantkit.tensor_records import Checkpoint, Contents, contents_of, planned_bytes
+from quantkit.traffic import traffic_of
 
 PROMPT, CACHE = 128, 512  # tokens, where the recipe names no numbers and the model allows them
 BROKEN_PROMPT = 16  # the one length whose products Qualcomm's compiler gets wrong (docs/log.md)
@@ -356,7 +355,7 @@ def write_static(
         placement=check_models(paths, plan, target, in_each=True),
         planned_bytes=_planned_bytes(contents, bits or FLOAT_BITS)
         + sum(path.stat().st_size for path in paths),
-        bytes_per_token=bytes_per_token(contents),
+        traffic=traffic_of(model_map, contents),
     )
 
 

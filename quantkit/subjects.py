@@ -44,9 +44,11 @@ from quantkit.runtime.traced import (
     traced_logits,
 )
 from quantkit.stages import Exported
+from quantkit.traffic import Traffic
 
 Model = Decoder | Encoder | Traced | StaticDecoder
 SETTLING_SECONDS = 0.05
+FLOAT_BYTES = 4
 SMALLEST_VOCABULARY = 28  # ids that every encoder has
 
 
@@ -116,6 +118,15 @@ def fitting(model: Model, prompt: int, decode: int) -> tuple[int, int]:
     if isinstance(model, StaticDecoder):
         decode = min(decode, model.context - prompt)
     return prompt, decode
+
+
+def bytes_per_token(model: Model, traffic: Traffic, lengths: tuple[int, int]) -> float:
+    """Bytes that a token reads, on the average of those decoded after a prompt of some length."""
+    prompt, decode = lengths
+    if isinstance(model, StaticDecoder):  # all places of its cache, whatever stands in them
+        return traffic.bytes_at(model.context, np.dtype(model.cache_type).itemsize)
+    number_bytes = np.dtype(model.cache_type).itemsize if isinstance(model, Decoder) else FLOAT_BYTES
+    return traffic.bytes_at(prompt + (decode + 1) / 2, number_bytes)
 
 
 def answers_of(model: Traced) -> AnswerLogits:

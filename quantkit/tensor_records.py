@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes that it takes."""
         return math.prod(self.shape) * int(np.dtype(DTYPES[self.dtype]).itemsize)
+
+
+def planned_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes that tensors take, from their shapes alone."""
+    return sum(spec.num_bytes for spec in specs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,10 @@ from peers.systems import CALM_SHARE, DEFAULT_SCHEME, MODELS, SYSTEMS, System
 from peers.worker import Worker
 from peers.workplace import PEERS, PeerError, Workplace, say
 
+from quantkit.runtime.session import open_decoder
+from quantkit.subjects import bytes_per_token
+from quantkit.traffic import heard
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_MAKES = 2  # of what is compared by time and memory; the faster counts, on both sides
 BANDWIDTH = "bandwidth"  # takes its turns like a system
@@ -102,6 +106,14 @@ def note_failure(rows: dict[str, Any], name: str, model: str, error: PeerError) 
     say(f"{model}: {name} failed: {error}")
 
 
+def read_by_a_token(artifact: Path) -> float:
+    """Bytes of weights, and of keys and values, on the average of the tokens that are timed."""
+    decoder = open_decoder(artifact)
+    traffic = heard(decoder.metadata)
+    assert traffic is not None, f"{artifact} is older than this script: remove it"
+    return bytes_per_token(decoder, traffic, (timing.NUM_PROMPT_TOKENS, timing.NUM_NEW_TOKENS))
+
+
 def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, turns: int) -> dict[str, Any]:
     """Rounds of fresh processes, turn by turn; the order moves on by one in each turn."""
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in (*rows, BANDWIDTH)}
@@ -127,8 +139,9 @@ def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, tur
     for name, row in rows.items():
         if not row["reason"]:
             row["times"] = {key: summary(values) for key, values in samples[name].items()}
-            if bandwidth:
-                row["floor_ms"] = row["artifact_bytes"] / statistics.median(bandwidth) / 1e6
+            if bandwidth and MODELS[model] == "decoder" and not SYSTEMS[name].is_peer:
+                row["bytes_per_token"] = read_by_a_token(place.folder(name, model))
+                row["floor_ms"] = row["bytes_per_token"] / statistics.median(bandwidth) / 1e6
     return {"bandwidth": bandwidth, "other_share": largest_share}
 
 

@@ -163,7 +163,7 @@ def _timing_lines(entry: Json) -> Iterable[str]:
     floor = entry.get("floor_ms_per_token")
     if floor:
         yield (
-            f"memory floor {figures(floor)} ms/token, the time to read the weights once: decode takes "
+            f"memory floor {figures(floor)} ms/token, the time to read weights and cache once: decode takes "
             f"{entry['decode_ms_per_token'] / floor:.2f}x of it"
         )
 

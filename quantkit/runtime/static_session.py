@@ -47,6 +47,7 @@ class StaticDecoder:
     vocab_size: int = 0
     folder: Path | None = None  # where its files lie
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    cache_type: Any = np.float32
 
     @property
     def context(self) -> int:
@@ -154,16 +155,16 @@ def join(
     folder: Path | None = None,
 ) -> StaticDecoder:
     """Two sessions as one decoder."""
-    sizes = {each.name: each.shape for each in decode.get_inputs()}
-    pasts = [shape for name, shape in sizes.items() if name.startswith(PAST)]
+    past = next(each for each in decode.get_inputs() if each.name.startswith(PAST))
     return StaticDecoder(
         prompt=prompt,
         decode=decode,
         num_prompt=_shape(prompt, "input_ids")[1],
-        num_past=pasts[0][2],
+        num_past=past.shape[2],
         vocab_size=next(each.shape[-1] for each in decode.get_outputs() if each.name == "logits"),
         folder=folder,
         metadata=json.loads(prompt.get_modelmeta().custom_metadata_map.get("quantkit", "{}")),
+        cache_type=TYPES[past.type],
     )
 
 

@@ -178,7 +178,7 @@ def page(document: Document) -> str:
             "decode_ms": "ms a token",
             "decode_after_prompt_ms": "ms a token, same depth",
         }
-        floor = part["systems"].get(DEFAULT, {}).get("floor_ms")
+        default = part["systems"].get(DEFAULT, {})
         parts += [
             f"## GPT-2 small (FP32 safetensors {_megabytes(part['source_bytes'])} MB)",
             _systems(part["systems"], columns),
@@ -189,9 +189,11 @@ def page(document: Document) -> str:
             "that precision, with an 8-bit cache). make: the whole process from FP32 weights on disk to the "
             "artifact, the lowest of two runs.",
         ]
-        if floor:
+        if "floor_ms" in default:
             parts.append(
-                f"Memory floor of the default scheme: {floor:.2f} ms a token (its bytes at the speed above)."
+                f"Memory floor of the default scheme: {default['floor_ms']:.2f} ms a token, in which "
+                f"{_megabytes(default['bytes_per_token'])} MB of weights, keys and values come from memory "
+                "at the speed above."
             )
         if part.get("bare_peak_bytes"):
             parts.append(

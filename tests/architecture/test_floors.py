@@ -19,6 +19,7 @@ FLOORS = {
         "transforms",
         "quantizers",
         "checkpoint",
+        "traffic",
         "artifact",
         "fake_quant",
         "export",
