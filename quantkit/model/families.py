@@ -86,7 +86,7 @@ OPT = Family(
     ),
     embeddings={"decoder.embed_tokens": TOKEN, "decoder.embed_positions": POSITION},
     outer_norms={"decoder.final_layer_norm": (HEAD,)},
-    other=("decoder.project_in", "decoder.project_out"),
+    other={"decoder.project_in": "enters", "decoder.project_out": "leaves"},
     norm_kind=NormKind.LAYER_NORM,
     placement=ByConfig(
         key="do_layer_norm_before", absent=True, values={True: NormPlacement.PRE, False: NormPlacement.POST}

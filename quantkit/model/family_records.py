@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quantkit.records import EmbeddingKind, NormKind, NormPlacement, PositionKind, Residual, Role
 
 HEAD = "<head>"  # in a norm's readers: the output projection, whatever its name
 LAST = f">{HEAD}"  # the same, but of the last block's norm alone
 CROSS = "<cross>"  # in a norm's readers: keys and values of every cross attention
+# How a projection outside of blocks touches the residual stream. "enters": what lies before has another
+# basis, "leaves": what lies after has; "stays": reads the stream and gives its basis on; "reads": a result
+# of its own; "apart": reads no stream.
+OuterUse = Literal["enters", "leaves", "stays", "reads", "apart"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +66,7 @@ class Family:
     tiny: Mapping[str, Any]
     variants: tuple[Mapping[str, Any], ...] = ()  # further tiny configs, as changes to `tiny`
     residual: Residual | ByConfig = Residual.SEQUENTIAL
-    other: tuple[str, ...] = ()  # projections that have no role in a block
+    other: Mapping[str, OuterUse] = field(default_factory=dict)  # projections that have no role in a block
     interleaves_heads: bool = False  # fused rows alternate head by head instead of lying end to end
     norm_gain_offset: float = 0.0  # the gain is offset + weight
     scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)

@@ -8,9 +8,11 @@ https://arxiv.org/abs/2401.15024 (LayerNorm as RMSNorm), https://arxiv.org/abs/2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quantkit.model.families import FAMILIES
+from quantkit.model.family_records import OuterUse
 from quantkit.records import (
     ATTENTION_ROLES,
     BASIS_KINDS,
@@ -27,20 +29,6 @@ from quantkit.records import (
     Space,
 )
 
-# Projections outside of blocks that touch the stream. "enters": what lies before has another basis, "leaves":
-# what lies after has; "stays": reads the stream and gives its basis on; "reads": a result of its own.
-OUTER_PROJECTIONS: dict[str, dict[str, str]] = {
-    "opt": {"decoder.project_in": "enters", "decoder.project_out": "leaves"},
-    "bert": {"cls.predictions.transform.dense": "stays", "pooler.dense": "reads"},
-    "roberta": {"lm_head.dense": "stays", "pooler.dense": "reads"},
-    "distilbert": {"vocab_transform": "stays"},
-    "albert": {
-        "encoder.embedding_hidden_mapping_in": "enters",
-        "predictions.dense": "leaves",
-        "pooler": "reads",
-    },
-}
-APART: dict[str, tuple[str, ...]] = {"bert": ("cls.seq_relationship",)}  # read no stream
 ON_THE_STREAM = (EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE)
 READING_ROLES = (
     Role.ATTENTION_QUERY,
@@ -111,7 +99,7 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
 
 def strays_of(model_map: ModelMap) -> tuple[Layer, ...]:
     """Projections outside of blocks of which no fact says what they read and write."""
-    names = (*OUTER_PROJECTIONS.get(model_map.family or "", {}), *APART.get(model_map.family or "", ()))
+    names = tuple(_outer_uses(model_map))
     return tuple(
         layer
         for layer in model_map.layers
@@ -120,10 +108,10 @@ def strays_of(model_map: ModelMap) -> tuple[Layer, ...]:
 
 
 def _ends_of(model_map: ModelMap) -> _Ends:
-    facts = OUTER_PROJECTIONS.get(model_map.family or "", {})
+    facts = _outer_uses(model_map)
     others = [layer for layer in model_map.layers if layer.role is Role.OTHER]
 
-    def doing(what: str) -> tuple[Layer, ...]:
+    def doing(what: OuterUse) -> tuple[Layer, ...]:
         names = tuple(name for name, done in facts.items() if done == what)
         return tuple(layer for layer in others if not layer.block and _is_named(layer.name, names))
 
@@ -136,6 +124,11 @@ def _ends_of(model_map: ModelMap) -> _Ends:
         reading=doing("reads"),
         strays=(*strays, *(each.name for each in model_map.unmapped)),
     )
+
+
+def _outer_uses(model_map: ModelMap) -> Mapping[str, OuterUse]:
+    """What the family's row says of projections outside of blocks."""
+    return FAMILIES[model_map.family].other if model_map.family else {}
 
 
 def _is_named(name: str, known: Sequence[str]) -> bool:
