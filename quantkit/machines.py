@@ -2,13 +2,15 @@
 
 A row holds peaks, not what a program reaches: times made from it are lower bounds, good for comparing
 layers and devices. Every row says where its figures come from and which of them are assumptions. A
-measured machine is the same record, so it can be kept as JSON beside the table.
+measured machine is the same record, and so is one that a user describes in a JSON file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
@@ -16,6 +18,7 @@ from quantkit.errors import InputError
 KINDS = ("cpu", "gpu", "npu")
 DTYPES = ("fp32", "fp16", "int8", "int4")
 THIS = "this"  # the running machine: measured, never in the table
+FILE_ENDING = ".json"  # of a name: a file that holds a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,9 @@ class Machine:
     dispatch_us: float  # what starting one operator costs; an order of magnitude, assumed unless measured
     source: str
 
+
+NAMES = tuple(field.name for field in dataclasses.fields(Machine))
+TEXTS = ("name", "kind", "description", "source")
 
 MACHINES: dict[str, Machine] = {
     row.name: row
@@ -110,9 +116,25 @@ def machine(name: str) -> Machine:
     """The row called `name`."""
     if name not in MACHINES:
         raise InputError(
-            f"no machine is called {name!r}", where="device", allowed=", ".join((*MACHINES, THIS))
+            f"no machine is called {name!r}",
+            where="device",
+            allowed=f"{', '.join((*MACHINES, THIS))}, or a {FILE_ENDING} file with one",
         )
     return MACHINES[name]
+
+
+def read_machine(path: Path) -> Machine:
+    """The row in a user's file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot be read ({error})",
+            where=str(path),
+            allowed=f"JSON with {', '.join(NAMES)}",
+            next_step="docs/specification.md shows one",
+        ) from error
+    return from_json(values, where=str(path))
 
 
 def to_json(row: Machine) -> dict[str, Any]:
@@ -123,9 +145,11 @@ def to_json(row: Machine) -> dict[str, Any]:
 
 def from_json(values: Mapping[str, Any], *, where: str = "machine") -> Machine:
     """The row that `to_json` wrote; a damaged one raises, because a wrong peak spoils every verdict."""
-    names = tuple(field.name for field in dataclasses.fields(Machine))
-    if not isinstance(values, Mapping) or set(values) != set(names):
-        raise InputError("not a machine record", where=where, allowed=", ".join(names))
+    if not isinstance(values, Mapping) or set(values) != set(NAMES):
+        raise InputError(f"not a machine record{_missing(values)}", where=where, allowed=", ".join(NAMES))
+    for name in TEXTS:
+        if not isinstance(values[name], str) or not values[name].isprintable():
+            raise InputError(f"{name} is {values[name]!r}", where=where, allowed="a line of text")
     if values["kind"] not in KINDS:
         raise InputError(f"unknown kind {values['kind']!r}", where=where, allowed=", ".join(KINDS))
     peaks = values["peak_tera_ops"]
@@ -141,3 +165,11 @@ def from_json(values: Mapping[str, Any], *, where: str = "machine") -> Machine:
         if not is_number or not 0 < number < float("inf"):
             raise InputError(f"{name} is {number!r}", where=where, allowed="a positive number")
     return Machine(**{**values, "peak_tera_ops": dict(peaks)})
+
+
+def _missing(values: Any) -> str:  # noqa: ANN401 - whatever the file held
+    """Which keys it lacks and which it should not have, if it is a record at all."""
+    if not isinstance(values, Mapping):
+        return ""
+    lacks, extra = (", ".join(sorted(keys)) for keys in (set(NAMES) - set(values), set(values) - set(NAMES)))
+    return f" (lacks {lacks})" if lacks else f" (what is {extra}?)"

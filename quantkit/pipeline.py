@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 from quantkit.cost import Specification, specify
 from quantkit.errors import InputError
-from quantkit.machines import MACHINES, THIS, Machine, machine
+from quantkit.machines import FILE_ENDING, MACHINES, THIS, Machine, machine, read_machine
 from quantkit.plan import choose
 from quantkit.records import ModelMap, Plan
 
@@ -66,7 +67,9 @@ def planned_bits(model_map: ModelMap, plan: Plan) -> Mapping[str, int]:
 
 
 def find_machine(name: str) -> Machine:
-    """A row of the machine table, or the measured running machine."""
+    """A row of the machine table or of a user's file, or the measured running machine."""
+    if name.endswith(FILE_ENDING):
+        return read_machine(Path(name).expanduser())
     return measure_this_machine() if name == THIS else machine(name)
 
 

@@ -82,19 +82,20 @@ def test_an_unknown_name_lists_every_name_in_one_line(name):
 
 
 positive = st.floats(min_value=1e-3, max_value=1e6)
+line = st.text().filter(str.isprintable)
 
 
 @given(
     row=st.builds(
         Machine,
-        name=st.text(min_size=1),
+        name=line,
         kind=st.sampled_from(KINDS),
-        description=st.text(),
+        description=line,
         bandwidth_gb_per_s=positive,
         peak_tera_ops=st.dictionaries(st.sampled_from(DTYPES), positive, min_size=1),
         memory_gb=positive,
         dispatch_us=positive,
-        source=st.text(),
+        source=line,
     )
 )
 def test_json_round_trip(row):
@@ -105,6 +106,8 @@ def test_json_round_trip(row):
     "damage",
     [
         {"kind": "tpu"},
+        {"name": 7},
+        {"name": "a\x1b[2Jb"},
         {"bandwidth_gb_per_s": 0},
         {"bandwidth_gb_per_s": float("nan")},
         {"memory_gb": "16"},

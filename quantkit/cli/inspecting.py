@@ -18,7 +18,8 @@ def inspect(
     recipe: RecipeFile = None,
     spec: Annotated[bool, typer.Option("--spec", help="the layer-by-layer specification with costs")] = False,
     device: Annotated[
-        list[str] | None, typer.Option(help="a machine of the table, or 'this' to measure (repeatable)")
+        list[str] | None,
+        typer.Option(help="a machine of the table, 'this' to measure, or a .json file with one (repeatable)"),
     ] = None,
     batch: Annotated[str | None, typer.Option(help="sequences at once  [default: 1]")] = None,
     seq: Annotated[str | None, typer.Option(help="tokens of each  [default: up to 1024]")] = None,

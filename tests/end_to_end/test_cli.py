@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,26 @@ def test_nothing_chosen_is_a_clear_warning_and_no_failure():
     result = quantkit("inspect", "gpt2", "--min-dim", "50258")
     assert result.returncode == 0
     assert "warning: nothing is quantized" in result.stdout
+
+
+@pytest.mark.once
+def test_a_machine_of_ones_own(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "specification.md").read_text(encoding="utf-8")
+    example = page.split("```json\n")[1].split("```")[0]
+    mine = tmp_path / "my-npu.json"
+    mine.write_text(example)
+    asked = ("inspect", "gpt2", "--min-dim", "768", "--spec", "--json", "--device", "h100", "--device")
+    document = json.loads(quantkit(*asked, str(mine)).stdout)
+    assert document["devices"] == ["h100", "my-npu"]
+    head = next(row for row in document["rows"] if row["name"] == "lm_head")
+    fit = next(each for each in head["fits"] if each["device"] == "my-npu")
+    assert fit["dtype"] == "int8"
+    assert fit["time_us"] >= 2 * head["macs"] / 13e12 * 1e6
+    mine.write_text(example.replace('"memory_gb"', '"memory"'))
+    assert "lacks memory_gb" in refused(*asked, str(mine))
+    mine.write_text("{")
+    assert "docs/specification.md shows one" in refused(*asked, str(mine))
+    assert "No such file" in refused(*asked, str(tmp_path / "none.json"))
 
 
 @pytest.mark.once
