@@ -113,6 +113,7 @@ def alarms_of(document: Json) -> tuple[str, ...]:
                 alarms.append(
                     f"SLOWER than the reference: {name} {figures(measured)} {unit} against "
                     f"{figures(reference)} ({measured / reference:.2f}x) on {entry['provider']}"
+                    f"{_elsewhere(document['target'])}"
                 )
     memory = document.get("memory", {})
     for key, name in MEMORY_PEAKS:
@@ -123,6 +124,12 @@ def alarms_of(document: Json) -> tuple[str, ...]:
                 f"against {megabytes(reference)}"
             )
     return tuple(alarms)
+
+
+def _elsewhere(target: str) -> str:
+    """What a slow processor says of a model that is made for another device: little."""
+    is_for_cpus = target.startswith("cpu")
+    return "" if is_for_cpus else f", and it is made for '{target}': see 'quantkit bench --provider'"
 
 
 def _size_alarms(size: Json) -> Iterable[str]:

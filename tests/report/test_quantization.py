@@ -255,6 +255,16 @@ def test_what_is_worse_than_it_should_be_is_an_alarm(change, alarm, capsys):
     assert alarm.split(":")[0] in capsys.readouterr().out
 
 
+def test_a_slow_cpu_says_what_the_model_is_made_for():
+    slow = replace(FULL, latency=(replace(LATENCY, prefill=timing(175)),))
+    (alarm,) = page_of(replace(slow, target="npu")).alarms
+    assert alarm.endswith(
+        "on CPUExecutionProvider, and it is made for 'npu': see 'quantkit bench --provider'"
+    )
+    (alarm,) = page_of(replace(slow, target="cpu-avx2")).alarms
+    assert alarm.endswith("on CPUExecutionProvider")
+
+
 def test_alarms_are_red_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
