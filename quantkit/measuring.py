@@ -226,15 +226,14 @@ def _compare_answers(
     subject: Subject, quantized: Traced, common: dict[str, Any], progress: Progress
 ) -> Accuracy:
     """What a decoder answers to what its encoder read; each has the context for itself."""
-    token_ids, start_ids = common["token_ids"], quantized.start_ids
-    longest = (quantized.context or LARGEST_WINDOW) - len(start_ids)
-    window = min(subject.recipe.measure.window or LARGEST_WINDOW, 2 * longest, len(token_ids))
-    with progress.stage("accuracy", total=len(token_ids) - window // 2, unit="tokens") as count:
+    num_tokens = len(common["token_ids"])
+    window = answers_window(subject.recipe.measure, quantized, num_tokens)
+    with progress.stage("accuracy", total=num_tokens - window // 2, unit="tokens") as count:
         return measure_halves(
             reference=reference_answer_logits(subject.source),
             quantized=answers_of(quantized),
             window=window,
-            start_ids=start_ids,
+            start_ids=quantized.start_ids,
             progress=count,
             **common,
         )
@@ -288,6 +287,12 @@ def read_text(wanted: Measure) -> tuple[str, str]:
 def stride_of(wanted: Measure, window: int) -> int:
     """Tokens from window to window: as asked for, at most a whole one, or half of it."""
     return min(wanted.stride or max(1, window // 2), window)
+
+
+def answers_window(wanted: Measure, model: Traced, num_tokens: int) -> int:
+    """Tokens of a window of which an encoder reads the first half and its decoder says the second."""
+    longest = (model.context or LARGEST_WINDOW) - len(model.start_ids)
+    return min(wanted.window or LARGEST_WINDOW, 2 * longest, num_tokens)
 
 
 def timed_lengths(wanted: Measure, context: int) -> tuple[int, int]:

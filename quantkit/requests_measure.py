@@ -14,7 +14,7 @@ from quantkit.report.comparison import Side, comparison_json, comparison_page
 from quantkit.report.tables import Page, print_page, to_markdown
 
 if TYPE_CHECKING:
-    from quantkit.rerun import Opened
+    from quantkit.reopening import Opened
     from quantkit.runtime.provider_trial import Asked
 
 FORMATS = ("table", "markdown", "json")
@@ -29,11 +29,11 @@ def evaluate(
     as_json: bool,
 ) -> str:
     """The text that `quantkit eval` prints; empty when a table went to the terminal already."""
-    from quantkit.measuring import environment  # noqa: PLC0415 - torch and transformers take seconds
+    from quantkit.evaluating import evaluate as evaluate_artifact  # noqa: PLC0415 - torch takes seconds
+    from quantkit.measuring import environment  # noqa: PLC0415
+    from quantkit.reopening import open_artifact, require_room  # noqa: PLC0415
     from quantkit.report.progress import Progress  # noqa: PLC0415
     from quantkit.report.reruns import evaluation_json, evaluation_page  # noqa: PLC0415
-    from quantkit.rerun import evaluate as evaluate_artifact  # noqa: PLC0415
-    from quantkit.rerun import open_artifact, require_room  # noqa: PLC0415
 
     opened = open_artifact(folder, changes)
     require_room(opened, {"--window": changes.get("measure.window")})
@@ -66,7 +66,7 @@ def benchmark(
     as_json: bool,
 ) -> tuple[str, bool]:
     """(text that `bench` prints, empty when a table went to the terminal; whether `--strict` holds)."""
-    from quantkit.rerun import open_artifact, require_room  # noqa: PLC0415 - torch takes seconds
+    from quantkit.reopening import open_artifact, require_room  # noqa: PLC0415 - torch takes seconds
     from quantkit.runtime.provider_trial import read_asked  # noqa: PLC0415
 
     asked = read_asked(providers)
@@ -84,10 +84,10 @@ def benchmark(
 
 
 def _alone(opened: Opened) -> tuple[dict[str, Any], Page, bool]:
+    from quantkit.benchmarking import benchmark as time_artifact  # noqa: PLC0415
     from quantkit.measuring import environment  # noqa: PLC0415
     from quantkit.report.progress import Progress  # noqa: PLC0415
     from quantkit.report.reruns import benchmark_json, benchmark_page  # noqa: PLC0415
-    from quantkit.rerun import benchmark as time_artifact  # noqa: PLC0415
 
     made = time_artifact(opened, progress=Progress())
     document = benchmark_json(
@@ -104,10 +104,10 @@ def _alone(opened: Opened) -> tuple[dict[str, Any], Page, bool]:
 def _on_providers(
     opened: Opened, asked: Sequence[Asked], *, strict: bool, time_limit: float
 ) -> tuple[dict[str, Any], Page, bool]:
+    from quantkit.benchmarking import benchmark_providers, fell_back  # noqa: PLC0415
     from quantkit.measuring import environment  # noqa: PLC0415
     from quantkit.report.progress import Progress  # noqa: PLC0415
     from quantkit.report.providers import providers_json, providers_page  # noqa: PLC0415
-    from quantkit.rerun import benchmark_providers, fell_back  # noqa: PLC0415
 
     runs, notes = benchmark_providers(opened, asked, time_limit=time_limit, progress=Progress())
     document = providers_json(

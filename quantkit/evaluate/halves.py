@@ -12,10 +12,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from quantkit.evaluate.accuracy import Floats, Ints, Logits, measure_accuracy
+from quantkit.evaluate.accuracy import (
+    Floats,
+    Ints,
+    Logits,
+    TextPerplexity,
+    measure_accuracy,
+    measure_perplexity,
+)
 from quantkit.measurements import Accuracy
 
 # Encoder's token ids [B, E], decoder's token ids [B, D] -> logits [B, D, V]
@@ -35,20 +43,46 @@ def measure_halves(
     progress: Callable[[int], None] = lambda count: None,
 ) -> Accuracy:
     """Compare two models on a text; `start_ids` are what their decoders begin with."""
-    ids = np.ascontiguousarray(token_ids, np.int64)
-    half = max(1, window // 2)
-    # A window over the answers begins one token early: that token is given to it and not predicted by it.
+    ids, half = _halves(token_ids, window)
     made = measure_accuracy(
         reference=_in_turn(reference, ids, half, start_ids),
         quantized=_in_turn(quantized, ids, half, start_ids),
-        token_ids=ids[half - 1 :],
-        window=half + 1,
-        stride=half,
-        text=text,
         is_meaningful=is_meaningful,
         progress=progress,
+        **_answers(ids, half, text),
     )
-    return dataclasses.replace(made, window=2 * half, stride=half, text=f"{text} ({PROTOCOL})")
+    return dataclasses.replace(made, **_protocol(half, text))
+
+
+def perplexity_of_halves(
+    *,
+    model: AnswerLogits,
+    token_ids: Ints,
+    window: int,
+    start_ids: Sequence[int],
+    text: str,
+    progress: Callable[[int], None] = lambda count: None,
+) -> TextPerplexity:
+    """The same figure of one model, with nothing beside it."""
+    ids, half = _halves(token_ids, window)
+    made = measure_perplexity(
+        model=_in_turn(model, ids, half, start_ids), progress=progress, **_answers(ids, half, text)
+    )
+    return dataclasses.replace(made, **_protocol(half, text))
+
+
+def _halves(token_ids: Ints, window: int) -> tuple[Ints, int]:
+    return np.ascontiguousarray(token_ids, np.int64), max(1, window // 2)
+
+
+def _answers(ids: Ints, half: int, text: str) -> dict[str, Any]:
+    """Windows over the answers begin one token early: that token is given and not predicted."""
+    return {"token_ids": ids[half - 1 :], "window": half + 1, "stride": half, "text": text}
+
+
+def _protocol(half: int, text: str) -> dict[str, Any]:
+    """What was done, in the text's own windows."""
+    return {"window": 2 * half, "stride": half, "text": f"{text} ({PROTOCOL})"}
 
 
 def _in_turn(model: AnswerLogits, ids: Ints, half: int, start_ids: Sequence[int]) -> Logits:

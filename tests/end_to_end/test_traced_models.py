@@ -101,6 +101,39 @@ def test_the_report_has_accuracy_latency_and_memory(made):
     assert not list(out.glob(".*")), "the float reference is gone"
 
 
+def test_eval_finds_the_same_figures_again(made, tmp_path):
+    *_, out, _ = made
+    wanted = json.loads((out / "report.json").read_text())["accuracy"]
+    ran = run_quantkit("eval", str(out), "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["accuracy"]["perplexity"]["quantized"] == wanted["perplexity"]["quantized"]
+    assert found["accuracy"]["kl_divergence"] == pytest.approx(wanted["kl_divergence"], rel=1e-3)
+    assert found["accuracy"]["protocol"] == wanted["protocol"]
+    alone = shutil.copytree(out, tmp_path / "alone")
+    (alone / "recipe.yaml").write_text(RECIPE)  # which names no original
+    ran = run_quantkit("eval", str(alone), "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)["accuracy"]
+    assert found["perplexity"]["quantized"] == wanted["perplexity"]["quantized"]
+    assert found["protocol"] == wanted["protocol"]
+    ran = run_quantkit("eval", str(alone), "--reference", str(out), "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["accuracy"]["kl_divergence"] == 0, "an artifact beside itself"
+
+
+def test_only_models_of_one_kind_are_compared(made, tmp_path):
+    name, *_, out, _ = made
+    other = "demo"
+    if name != "t5":  # a decoder beside a model that reads and answers
+        other = str(tmp_path / "t5")
+        build_tiny(FAMILIES["t5"].tiny_class, dict(FAMILIES["t5"].tiny)).save_pretrained(other)
+    ran = run_quantkit("eval", str(out), "--reference", other)
+    assert ran.returncode == 2
+    assert ("it is one model alone" in ran.stderr) == (name == "t5")
+    assert len(ran.stderr.strip().splitlines()) == 1
+
+
 def test_the_page_says_how_it_was_measured(made):
     name, *_, printed = made
     for words in ("perplexity", "KL divergence", "prefill of 128 tokens", "decode, ms/token", "peak memory"):
