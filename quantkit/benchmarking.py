@@ -41,7 +41,7 @@ from quantkit.subjects import (
     reads_and_answers,
     runs_of,
 )
-from quantkit.traffic import heard
+from quantkit.traffic import from_metadata
 
 # Texts whose logits providers are compared by: few, since an emulator takes seconds for each.
 COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
@@ -65,7 +65,7 @@ def benchmark(opened: Opened, *, progress: Progress) -> Benchmarked:
     """Prompt, tokens after it and peak memory on the CPU provider."""
     wanted, model = opened.recipe.measure, opened.model
     lengths = fitting(model, *timed_lengths(wanted, opened.context))
-    traffic = heard(opened.metadata)
+    traffic = from_metadata(opened.metadata)
     notes = []
     with progress.stage("latency"):
         floor = None

@@ -41,7 +41,7 @@ from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.text import TOKENIZER_FILE, read_stop_ids
 from quantkit.schemes import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.tensor_records import Checkpoint, Contents, contents_of, formats_of, planned_bytes
-from quantkit.traffic import Traffic, told, traffic_of
+from quantkit.traffic import Traffic, to_metadata, traffic_of
 
 WEIGHTS_FILE = "weights.safetensors"
 SHARED_FILE = "weights.data"  # of the graphs of a target with fixed shapes
@@ -230,7 +230,7 @@ def metadata_of(model_map: ModelMap, contents: Contents, scheme_name: str, kind:
         "scheme": scheme_name,
         "model": model_map.name,
         "kind": kind,
-        **told(traffic_of(model_map, contents)),
+        **to_metadata(traffic_of(model_map, contents)),
     }
 
 

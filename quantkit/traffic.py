@@ -44,12 +44,12 @@ def traffic_of(model_map: ModelMap, contents: Contents) -> Traffic:
     )
 
 
-def told(traffic: Traffic) -> dict[str, Any]:
+def to_metadata(traffic: Traffic) -> dict[str, Any]:
     """As a graph's metadata hold it."""
     return {WEIGHTS_KEY: traffic.weight_bytes, CACHES_KEY: [list(each) for each in traffic.caches]}
 
 
-def heard(metadata: Mapping[str, Any]) -> Traffic | None:
+def from_metadata(metadata: Mapping[str, Any]) -> Traffic | None:
     """From a graph's metadata; None where they do not say."""
     if not metadata.get(WEIGHTS_KEY):
         return None

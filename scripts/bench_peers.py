@@ -33,7 +33,7 @@ from peers.workplace import PEERS, PeerError, Workplace, say
 
 from quantkit.runtime.session import open_decoder
 from quantkit.subjects import bytes_per_token
-from quantkit.traffic import heard
+from quantkit.traffic import from_metadata
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_MAKES = 2  # of what is compared by time and memory; the faster counts, on both sides
@@ -109,7 +109,7 @@ def note_failure(rows: dict[str, Any], name: str, model: str, error: PeerError) 
 def read_by_a_token(artifact: Path) -> float:
     """Bytes of weights, and of keys and values, on the average of the tokens that are timed."""
     decoder = open_decoder(artifact)
-    traffic = heard(decoder.metadata)
+    traffic = from_metadata(decoder.metadata)
     assert traffic is not None, f"{artifact} is older than this script: remove it"
     return bytes_per_token(decoder, traffic, (timing.NUM_PROMPT_TOKENS, timing.NUM_NEW_TOKENS))
 

@@ -14,7 +14,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.runtime.session import open_decoder
 from quantkit.runtime.static_session import StaticDecoder
 from quantkit.subjects import bytes_per_token
-from quantkit.traffic import Traffic, heard, told
+from quantkit.traffic import Traffic, from_metadata, to_metadata
 
 ROW_READERS = ("Gather", "GroupQueryAttention", "RotaryEmbedding")  # of tables, and of angles
 
@@ -51,7 +51,7 @@ def test_it_is_what_the_graph_holds(name, sizes, tmp_path):
         assert made.traffic.bytes_at(places, 4) == pytest.approx(wanted, rel=1e-3)
         assert made.traffic.bytes_at(places, 4) > made.traffic.weight_bytes
     decoder = open_decoder(tmp_path / "out")
-    assert heard(decoder.metadata) == made.traffic
+    assert from_metadata(decoder.metadata) == made.traffic
     # Two tokens after four: the first sees five places, the second six.
     assert bytes_per_token(decoder, made.traffic, (4, 2)) == made.traffic.bytes_at(5.5, 4)
     in_bytes = dataclasses.replace(decoder, cache_type=np.int8)
@@ -61,9 +61,11 @@ def test_it_is_what_the_graph_holds(name, sizes, tmp_path):
 def test_windows_end_what_is_read():
     traffic = Traffic(weight_bytes=1000, caches=((10, None), (20, 8)))
     assert [traffic.bytes_at(places, 4) for places in (0, 8, 100)] == [1000, 1960, 1000 + 4000 + 640]
-    assert heard(told(traffic)) == traffic
-    assert heard({}) is None
-    assert heard({"bytes_per_token": 7}) == Traffic(weight_bytes=7), "an artifact that says nothing of caches"
+    assert from_metadata(to_metadata(traffic)) == traffic
+    assert from_metadata({}) is None
+    assert from_metadata({"bytes_per_token": 7}) == Traffic(weight_bytes=7), (
+        "an artifact that says nothing of caches"
+    )
 
 
 def test_a_cache_of_fixed_size_is_read_whole():
