@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.model.linears import LINEARS
 from quantkit.model.tensors import TensorSource
@@ -57,17 +58,21 @@ def rows_of(layer: Layer) -> Order:
     return (starts[:, None] + np.arange(rows.length)).reshape(-1)
 
 
-def row_chunks(tensors: TransformedTensors, layer: Layer, size: int = ROWS_AT_ONCE) -> Iterator[Doubles]:
-    """A layer's rows as [out, in], in float64 and a few at a time, however it is stored."""
+def row_chunks(
+    tensors: TransformedTensors, layer: Layer, size: int = ROWS_AT_ONCE, *, is_exact: bool = True
+) -> Iterator[NDArray[Any]]:
+    """A layer's rows as [out, in], a few at a time, however it is stored; in float64, or rounded once."""
     places, name = rows_of(layer), weight_of(layer)
-    whole_IO = tensors.exact(name) if is_transposed(layer) else None
+    read = tensors.exact if is_exact else tensors.read
+    whole_IO = read(name) if is_transposed(layer) else None
     for start in range(0, len(places), size):
         wanted = places[start : start + size]
         if whole_IO is not None:
             yield np.ascontiguousarray(whole_IO[:, wanted].T)
         else:
             runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
-            yield np.concatenate([tensors.exact(name, int(run[0]), len(run)) for run in runs])
+            parts = [read(name, int(run[0]), len(run)) for run in runs]
+            yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Draft:

@@ -8,7 +8,9 @@ https://arxiv.org/abs/2211.10438, https://arxiv.org/abs/2306.00978
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +28,7 @@ from quantkit.transforms.source import TransformedTensors
 Rule = Literal["smoothquant", "awq"]
 Statistics = Mapping[str, NDArray[Any]]  # matrix -> one value for each channel of its input
 DEFAULT_ALPHA = 0.5
+VALUES_AT_ONCE, MAX_THREADS = 1 << 20, 8  # of a matrix that is looked through
 LARGEST_SCALE = 1e3  # of a channel beside the geometric mean: beyond it float32 and INT8 gain nothing more
 
 
@@ -131,10 +134,17 @@ def over_groups(values_I: Doubles, space: Space) -> Doubles:
 
 
 def weight_peaks(model_map: ModelMap, tensors: TransformedTensors, space: Space) -> Doubles:
-    """The largest magnitude of each column over all readers, a few rows at a time."""
+    """The largest magnitude of each column over all readers, several of which are read at once."""
     readers = readers_of(model_map, space)
-    peaks_I = np.zeros(readers[0].in_features)
-    for layer in readers:
-        for rows_OI in row_chunks(tensors, layer):
-            peaks_I = np.maximum(peaks_I, np.abs(rows_OI).max(axis=0))
-    return over_groups(peaks_I, space)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        peaks_RI = list(pool.map(lambda layer: _column_peaks(tensors, layer), readers))
+    return over_groups(np.max(peaks_RI, axis=0), space)
+
+
+def _column_peaks(tensors: TransformedTensors, layer: Layer) -> Doubles:
+    """Of one layer, as many rows at a time as the caches hold."""
+    peaks_I = np.zeros(layer.in_features)
+    size = max(1, VALUES_AT_ONCE // layer.in_features)
+    for rows_OI in row_chunks(tensors, layer, size, is_exact=False):
+        peaks_I = np.maximum(peaks_I, np.maximum(rows_OI.max(axis=0), -rows_OI.min(axis=0)))
+    return peaks_I
