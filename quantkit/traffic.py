@@ -1,8 +1,8 @@
 """What one decoded token reads from memory: every weight, and the keys and values of the tokens before it.
 
-Their bytes over the machine's bandwidth are the least time a token can take. Weights alone would flatter
-nobody at a short context and everybody at a long one: at 4,096 tokens the cache of a Llama-2-7B in float32
-has more than half the bytes of its weights in INT8.
+Their bytes over the machine's bandwidth are the least time a token can take. Of weights alone that time comes
+out too short, and more so the longer the context: at 4,096 tokens the cache of a Llama-2-7B in float32 has
+more than half the bytes of its weights in INT8.
 """
 
 from __future__ import annotations

@@ -29,11 +29,7 @@ from peers import timing
 from peers.page import bars, page
 from peers.systems import CALM_SHARE, DEFAULT_SCHEME, MODELS, SYSTEMS, System
 from peers.worker import Worker
-from peers.workplace import PEERS, PeerError, Workplace, say
-
-from quantkit.runtime.session import open_decoder
-from quantkit.subjects import bytes_per_token
-from quantkit.traffic import from_metadata
+from peers.workplace import PEERS, PeerError, Workplace, run, say
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_MAKES = 2  # of what is compared by time and memory; the faster counts, on both sides
@@ -59,12 +55,22 @@ def prepare(place: Workplace, name: str, model: str, made: dict[str, Any]) -> di
     return row
 
 
+def command_of(place: Workplace, action: str, name: str, model: str) -> list[str]:
+    """What asks one system's file for something about its artifact."""
+    system: System = SYSTEMS[name]
+    arguments = [str(PEERS / system.script), action, system.variant, str(place.folder(name, model))]
+    return [place.python(system.environment), *arguments, MODELS[model]]
+
+
 def open_worker(place: Workplace, name: str, model: str) -> Worker:
     """A process of its own that has one system open."""
-    system: System = SYSTEMS[name]
-    arguments = [str(PEERS / system.script), "time", system.variant, str(place.folder(name, model))]
-    command = [place.python(system.environment), *arguments, MODELS[model]]
-    return Worker(command, place.log(f"time-{name}-{model}"))
+    return Worker(command_of(place, "time", name, model), place.log(f"time-{name}-{model}"))
+
+
+def read_by_a_token(place: Workplace, name: str, model: str) -> float:
+    """Bytes, told by a process of its own: this one stays small, as its children's peaks begin there."""
+    told = run(command_of(place, "describe", name, model), place.log(f"describe-{name}-{model}"))
+    return float(told.answer["bytes_per_token"])
 
 
 def calm_turn(worker: Worker) -> tuple[dict[str, list[float]], float]:
@@ -106,14 +112,6 @@ def note_failure(rows: dict[str, Any], name: str, model: str, error: PeerError) 
     say(f"{model}: {name} failed: {error}")
 
 
-def read_by_a_token(artifact: Path) -> float:
-    """Bytes of weights, and of keys and values, on the average of the tokens that are timed."""
-    decoder = open_decoder(artifact)
-    traffic = from_metadata(decoder.metadata)
-    assert traffic is not None, f"{artifact} is older than this script: remove it"
-    return bytes_per_token(decoder, traffic, (timing.NUM_PROMPT_TOKENS, timing.NUM_NEW_TOKENS))
-
-
 def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, turns: int) -> dict[str, Any]:
     """Rounds of fresh processes, turn by turn; the order moves on by one in each turn."""
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in (*rows, BANDWIDTH)}
@@ -140,8 +138,9 @@ def measure(place: Workplace, model: str, rows: dict[str, Any], rounds: int, tur
         if not row["reason"]:
             row["times"] = {key: summary(values) for key, values in samples[name].items()}
             if bandwidth and MODELS[model] == "decoder" and not SYSTEMS[name].is_peer:
-                row["bytes_per_token"] = read_by_a_token(place.folder(name, model))
-                row["floor_ms"] = row["bytes_per_token"] / statistics.median(bandwidth) / 1e6
+                with contextlib.suppress(PeerError):  # then there is no floor either
+                    row["bytes_per_token"] = read_by_a_token(place, name, model)
+                    row["floor_ms"] = row["bytes_per_token"] / statistics.median(bandwidth) / 1e6
     return {"bandwidth": bandwidth, "other_share": largest_share}
 
 

@@ -16,6 +16,8 @@ from quantkit.runtime.encoder import encode
 from quantkit.runtime.encoder import open_encoder as open_artifact_encoder
 from quantkit.runtime.session import State, start, step
 from quantkit.runtime.session import open_decoder as open_artifact
+from quantkit.subjects import bytes_per_token
+from quantkit.traffic import from_metadata
 
 
 def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing.Feed]:
@@ -29,6 +31,15 @@ def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing
     return clear, lambda ids: step(states[0], np.array([ids], np.int64))
 
 
+def describe(folder: Path) -> dict[str, float]:
+    """Bytes of weights, and of keys and values, that one of the timed tokens reads on the average."""
+    decoder = open_artifact(folder)
+    traffic = from_metadata(decoder.metadata)
+    assert traffic is not None, "every artifact says what a token reads"
+    lengths = (timing.NUM_PROMPT_TOKENS, timing.NUM_NEW_TOKENS)
+    return {"bytes_per_token": bytes_per_token(decoder, traffic, lengths)}
+
+
 def open_encoder(variant: str, folder: Path) -> timing.Feed:
     """One sentence without padding."""
     encoder = open_artifact_encoder(folder, threads=timing.NUM_THREADS)
@@ -36,4 +47,4 @@ def open_encoder(variant: str, folder: Path) -> timing.Feed:
 
 
 if __name__ == "__main__":
-    timing.main(open_decoder=open_decoder, open_encoder=open_encoder)
+    timing.main(open_decoder=open_decoder, open_encoder=open_encoder, describe=describe)

@@ -1,15 +1,17 @@
 """How every system is timed, in its own process and environment: the same tokens, the same order.
 
-What: a file beside this one says how its system makes a model and opens one; `main` turns that into the two
+What: a file beside this one says how its system makes a model and opens one; `main` turns that into the
 commands that `scripts/bench_peers.py` calls. Only the standard library is used, so that it runs everywhere.
 
     python FILE make VARIANT SOURCE OUTPUT
     python FILE time VARIANT FOLDER decoder|encoder
+    python FILE describe VARIANT FOLDER decoder|encoder
 
 The second one opens the model, says so, and then measures one turn for each line that it reads, until its
-input ends. Answers are lines of JSON on stdout. A decoder reads a prompt of 128 tokens into an empty cache
-(making or clearing the cache is part of the prompt's time) and is then fed 32 given tokens one by one, as
-llama-bench does, so that no system's time holds another way of choosing tokens.
+input ends; the third tells what else is known of the artifact. Answers are lines of JSON on stdout. A decoder
+reads a prompt of 128 tokens into an empty cache (making or clearing the cache is part of the prompt's time)
+and is then fed 32 given tokens one by one, as llama-bench does, so that no system's time holds another way of
+choosing tokens.
 """
 
 from __future__ import annotations
@@ -93,12 +95,15 @@ def main(
     open_decoder: OpenDecoder | None = None,
     open_encoder: OpenEncoder | None = None,
     open_clock: Callable[[str, Path], Callable[[], Samples]] | None = None,
+    describe: Callable[[Path], dict[str, float]] | None = None,
 ) -> None:
     """Obey one command line; `open_clock` is for a system that has a clock of its own."""
     action, variant, folder, output_or_kind = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4]
     if action == "make" and make:
         make(variant, folder, Path(output_or_kind))
         print("{}")
+    elif action == "describe" and describe:
+        print(json.dumps(describe(folder)))
     elif open_clock:
         take_turns(open_clock(variant, folder))
     elif output_or_kind == "decoder" and open_decoder:
