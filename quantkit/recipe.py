@@ -15,7 +15,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import InputError
-from quantkit.schemes import AUTO, SCHEMES
+from quantkit.plan.formats import AUTO, SCHEMES
+
+RECIPE_FILE = "recipe.yaml"  # in an artifact
 
 
 class Select(BaseModel):

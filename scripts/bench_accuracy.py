@@ -19,7 +19,7 @@ from typing import Any
 
 from make_outliers import make_outliers
 
-from quantkit.quantization import run
+from quantkit.pipeline.quantize import run
 from quantkit.recipe import Recipe, override
 from quantkit.report.quantization import report_json
 

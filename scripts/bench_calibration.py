@@ -14,14 +14,14 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from quantkit.evaluate.memory import run_and_measure
+from quantkit.evaluation.memory import run_and_measure
 from quantkit.model.known import known_config
-from quantkit.runtime.doctor import read_cpu
+from quantkit.runtime.machine.facts import read_cpu
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "calibration.md"
 SHAPES = ((12, 768), (6, 768), (12, 384))  # layers, width
 ALLOWED_BYTES = 10**9  # above the model in float32
-IMPORTS = "import torch, transformers, onnx, onnxruntime, quantkit.quantization"
+IMPORTS = "import torch, transformers, onnx, onnxruntime, quantkit.pipeline.quantize"
 
 
 def main() -> int:

@@ -24,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 
 import quantkit
-from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.generate import generate
+from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.session import open_decoder
-from quantkit.runtime.static_session import generate_static, holds_static, open_static_decoder
-from quantkit.runtime.text import open_text
+from quantkit.runtime.static_decoder import generate_static, holds_static, open_static_decoder
+from quantkit.runtime.tokenizer import open_text
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "docs" / "benchmarks" / "greedy.md"

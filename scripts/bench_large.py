@@ -20,9 +20,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from quantkit.evaluate.memory import run_and_measure
+from quantkit.evaluation.memory import run_and_measure
 from quantkit.model.known import known_config
-from quantkit.runtime.doctor import read_cpu
+from quantkit.runtime.machine.facts import read_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD_BYTES = 5 * 10**9
@@ -99,13 +99,13 @@ def main() -> int:
         print(f"writing {arguments.layers} layers into {source}", file=sys.stderr)
         write_checkpoint(source, arguments.layers)
     source_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    bare = run_and_measure([sys.executable, "-c", "import quantkit.quantization"])
+    bare = run_and_measure([sys.executable, "-c", "import quantkit.pipeline.quantize"])
     command = [sys.executable, "-m", "quantkit.cli", "quantize", str(source), "--scheme", arguments.scheme]
     ran = run_and_measure([*command, "--no-eval", "--force", "-o", str(artifact)])
     if ran.exit_code:
         print(ran.errors, file=sys.stderr)
         return 1
-    trial = [sys.executable, "-m", "quantkit.runtime.trial", "run", str(artifact), "8", "4", "2"]
+    trial = [sys.executable, "-m", "quantkit.runtime.memory_trial", "run", str(artifact), "8", "4", "2"]
     started = time.perf_counter()
     loaded = run_and_measure(trial)
     artifact_bytes = sum(path.stat().st_size for path in artifact.iterdir())

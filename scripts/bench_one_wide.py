@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from transformers import AlbertConfig, AlbertForMaskedLM
 
-from quantkit.cost import specify
+from quantkit.model.architectures.one_wide import OneWideConfig, OneWideForConditionalGeneration
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
-from quantkit.model.one_wide import OneWideConfig, OneWideForConditionalGeneration
-from quantkit.model.weight_source import open_weights
-from quantkit.plan import choose
-from quantkit.records import FFN_ROLES
-from quantkit.stages import WEIGHTS_FILE, write_model
+from quantkit.model.model_map import FFN_ROLES
+from quantkit.model.weights.open import open_weights
+from quantkit.pipeline.export import WEIGHTS_FILE, write_model
+from quantkit.plan.cost.specification import specify
+from quantkit.plan.select import choose
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "one-wide-ffn.md"
 SIZES: dict[str, Any] = {

@@ -27,21 +27,21 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluate.accuracy import measure_accuracy
-from quantkit.measuring import encoded_text
-from quantkit.protection.audit import audit
-from quantkit.protection.protecting import PERMUTED, protect
-from quantkit.quantization import run as quantize
-from quantkit.quantization import write_float
+from quantkit.evaluation.accuracy import measure_accuracy
+from quantkit.evaluation.measure import encoded_text
+from quantkit.model.model_map import to_json
+from quantkit.pipeline.quantize import run as quantize
+from quantkit.pipeline.quantize import write_float
+from quantkit.private.audit import audit
+from quantkit.private.client.connection import connect
+from quantkit.private.client.model import generate_split, local, open_client
+from quantkit.private.host.model import open_host, whole_text
+from quantkit.private.protect import PERMUTED, protect
+from quantkit.private.secret_files import read_token
 from quantkit.recipe import Measure, Recipe, check_recipe
-from quantkit.records import to_json
-from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.generate import generate
-from quantkit.runtime.host_model import open_host, whole_text
-from quantkit.runtime.remote_host import connect
-from quantkit.runtime.secret_files import read_token
+from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.session import all_logits, open_decoder
-from quantkit.runtime.split_client import generate_split, local, open_client
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "private-inference.md"
 TIMED = ({"model": "demo"}, {"model": "gpt2", "random_weights": True})

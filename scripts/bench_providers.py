@@ -30,13 +30,13 @@ from peers.workplace import fingerprint
 
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
-from quantkit.model.weight_source import open_weights, with_weights
+from quantkit.model.weights.open import open_weights, with_weights
+from quantkit.pipeline.export import write_companions, write_reference
 from quantkit.report.providers import bar, percent
 from quantkit.report.tables import Page, Table, to_markdown
-from quantkit.runtime.doctor import read_cpu
-from quantkit.runtime.providers import PROVIDERS
-from quantkit.runtime.throughput import cache_folder
-from quantkit.stages import write_companions, write_reference
+from quantkit.runtime.machine.facts import read_cpu
+from quantkit.runtime.machine.throughput import cache_folder
+from quantkit.runtime.providers.table import PROVIDERS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 BESIDE = ("numpy", "psutil")  # what the process of a provider needs besides an onnxruntime

@@ -24,14 +24,14 @@ from doubles import logits_of, make_subject  # noqa: E402
 from exporting import DECODERS, build_tiny, error  # noqa: E402
 from protecting import ALL, orderless, split, split_run, whole_run  # noqa: E402
 
-from quantkit.model.families import FAMILIES  # noqa: E402
+from quantkit.model.families.decoders import FAMILIES  # noqa: E402
 from quantkit.model.inspect import inspect_source  # noqa: E402
 from quantkit.model.load import open_source  # noqa: E402
-from quantkit.model.rebuild import torch_model  # noqa: E402
-from quantkit.model.weight_source import open_weights  # noqa: E402
-from quantkit.protection.audit import attack  # noqa: E402
-from quantkit.protection.keys import Key  # noqa: E402
-from quantkit.protection.protecting import in_secret_order  # noqa: E402
+from quantkit.model.weights.open import open_weights  # noqa: E402
+from quantkit.model.weights.torch_model import torch_model  # noqa: E402
+from quantkit.private.audit import attack  # noqa: E402
+from quantkit.private.keys import Key  # noqa: E402
+from quantkit.private.protect import in_secret_order  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "benchmarks" / "private-inference-families.md"
 KEY = Key(secret=bytes(range(32)), model="ab" * 32)

@@ -19,10 +19,10 @@ from safetensors.numpy import save_file
 
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
-from quantkit.model.spaces import spaces_of
-from quantkit.model.weight_source import open_weights, with_weights
-from quantkit.transforms.basis import Diagonal
-from quantkit.transforms.change import apply_change
+from quantkit.model.weights.open import open_weights, with_weights
+from quantkit.quantization.transforms.basis import Diagonal
+from quantkit.quantization.transforms.change import apply_change
+from quantkit.quantization.transforms.spaces import spaces_of
 
 
 def make_outliers(model: str, folder: Path, *, channels: int = 4, factor: float = 40.0, seed: int = 0) -> int:

@@ -24,16 +24,16 @@ import numpy as np
 import torch
 from ws_ffn_page import write_page
 
+from quantkit.model.architectures.reference import ReferenceConfig, ReferenceForCausalLM
+from quantkit.model.architectures.ws_ffn import cosine_similarities
+from quantkit.model.architectures.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
 from quantkit.model.load import open_source
-from quantkit.model.reference import ReferenceConfig, ReferenceForCausalLM
-from quantkit.model.weight_source import tokenizer_files
-from quantkit.model.ws_ffn import cosine_similarities
-from quantkit.model.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
-from quantkit.quantization import run
+from quantkit.model.weights.open import tokenizer_files
+from quantkit.pipeline.quantize import run
 from quantkit.recipe import Recipe, override
 from quantkit.report.quantization import report_json
-from quantkit.runtime.doctor import read_cpu
-from quantkit.runtime.text import open_text
+from quantkit.runtime.machine.facts import read_cpu
+from quantkit.runtime.tokenizer import open_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 SIZES = {

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from quantkit.calibrate import WANTS
+from quantkit.quantization.calibration import WANTS
 
 ALL = frozenset(WANTS)
 

@@ -8,16 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from quantkit.checkpoint import write_checkpoint
-from quantkit.export.targets import TARGETS
 from quantkit.model.inspect import map_module
 from quantkit.model.linears import LINEARS
-from quantkit.plan import choose
-from quantkit.quantizers.apply import quantized_parts
-from quantkit.records import ModelMap, Plan
-from quantkit.schemes import SCHEMES
-from quantkit.stages import describe
-from quantkit.tensor_records import Checkpoint, Contents, contents_of, formats_of
+from quantkit.model.model_map import ModelMap
+from quantkit.pipeline.export import describe
+from quantkit.plan.formats import SCHEMES
+from quantkit.plan.plan import Plan
+from quantkit.plan.select import choose
+from quantkit.plan.targets import TARGETS
+from quantkit.quantization.checkpoint import write_checkpoint
+from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of
+from quantkit.quantization.rounding.apply import quantized_parts
 
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 

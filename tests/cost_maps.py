@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantkit.records import (
+from quantkit.model.model_map import (
     Activation,
     Attention,
     Block,

@@ -15,12 +15,12 @@ import torch
 from exporting import build_tiny
 from torch.overrides import TorchFunctionMode
 
-from quantkit.model.families import FAMILIES
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, model_class, open_source
-from quantkit.model.tensors import TensorSource
-from quantkit.model.weight_source import open_weights
-from quantkit.records import ModelMap
+from quantkit.model.model_map import ModelMap
+from quantkit.model.weights.open import open_weights
+from quantkit.model.weights.tensors import TensorSource
 
 CASES = [(name, index) for name, row in FAMILIES.items() for index in range(1 + len(row.variants))]
 LENGTH = 13

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.model.families import FAMILIES
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.load import model_class, open_source
-from quantkit.model.weight_source import open_weights
-from quantkit.plan import choose
-from quantkit.records import Layer
-from quantkit.stages import NOTHING, Exported, write_companions, write_model
-from quantkit.tensor_records import Evidence
+from quantkit.model.model_map import Layer
+from quantkit.model.weights.open import open_weights
+from quantkit.pipeline.export import NOTHING, Exported, write_companions, write_model
+from quantkit.plan.select import choose
+from quantkit.quantization.layout import Evidence
 
 DECODERS = (
     "gpt2",

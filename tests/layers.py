@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.records import Layer, Role, Rows
+from quantkit.model.model_map import Layer, Role, Rows
 
 
 def one_layer(

@@ -12,14 +12,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
-from quantkit.model.weight_source import open_weights
-from quantkit.plan import choose
-from quantkit.protection.keys import Key, fingerprint, open_key
-from quantkit.protection.protecting import protect
+from quantkit.model.weights.open import open_weights
+from quantkit.pipeline.export import write_companions, write_model
+from quantkit.plan.select import choose
+from quantkit.private.host.model import whole_text
+from quantkit.private.keys import Key, fingerprint, open_key
+from quantkit.private.protect import protect
 from quantkit.recipe import Recipe, override
-from quantkit.runtime.host_model import whole_text
 from quantkit.runtime.session import cached_values, decoder_of
-from quantkit.stages import write_companions, write_model
 
 ALL = ("residual", "ffn", "values")
 NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")

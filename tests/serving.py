@@ -16,12 +16,12 @@ import numpy as np
 from exporting import build_tiny
 from protecting import Pair, split
 
-from quantkit.model.families import FAMILIES
-from quantkit.runtime.host_model import Host, open_host
-from quantkit.runtime.host_server import HostServer, Limits
-from quantkit.runtime.protocol import HEADER, Header
-from quantkit.runtime.remote_host import RemoteHost, connect
-from quantkit.runtime.split_client import Client, open_client
+from quantkit.model.families.decoders import FAMILIES
+from quantkit.private.client.connection import RemoteHost, connect
+from quantkit.private.client.model import Client, open_client
+from quantkit.private.host.model import Host, open_host
+from quantkit.private.host.server import HostServer, Limits
+from quantkit.private.protocol import HEADER, Header
 
 TOKEN = "a-token-of-some-length"
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 97}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import InputError
+from quantkit.plan.formats import SCHEMES
 from quantkit.recipe import SECTIONS, Recipe, dump_recipe, load_recipe, override, recipe_schema
-from quantkit.schemes import SCHEMES
 
 pytestmark = pytest.mark.once
 FOLDER = Path(__file__).parents[1] / "recipes"

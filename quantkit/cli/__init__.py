@@ -8,7 +8,12 @@ from __future__ import annotations
 import sys
 
 # In the order in which --help lists the verbs.
-from quantkit.cli import inspecting, quantizing, running, judging, shipping, protecting  # isort: skip
+from quantkit.cli import inspecting  # isort: skip
+from quantkit.cli import quantizing  # isort: skip
+from quantkit.cli import running  # isort: skip
+from quantkit.cli import judging  # isort: skip
+from quantkit.cli import shipping  # isort: skip
+from quantkit.cli import protecting  # isort: skip
 from quantkit.cli.app import app
 from quantkit.errors import InputError
 

@@ -1,1 +1,1 @@
-"""Writing ONNX: the onnx and onnx_ir packages live here and nowhere else."""
+"""Quantized checkpoints to ONNX graphs. The only room that imports onnx."""

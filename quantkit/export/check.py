@@ -18,8 +18,8 @@ import onnx
 from quantkit.errors import InputError
 from quantkit.export.graph import METADATA_KEY
 from quantkit.export.promises import require_promises
-from quantkit.export.targets import Target
-from quantkit.records import Plan
+from quantkit.plan.plan import Plan
+from quantkit.plan.targets import Target
 
 # Integer operator -> which input holds its integer weights.
 INTEGER_OPERATORS: dict[str, int] = {"MatMulNBits": 1, "DynamicQuantizeMatMul": 1, "MatMulIntegerToFloat": 1}

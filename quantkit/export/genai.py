@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.export.rotary import context_of
-from quantkit.records import ModelMap
+from quantkit.model.model_map import ModelMap
 
 # Family -> the type that onnxruntime-genai knows it by.
 MODEL_TYPES: dict[str, str] = {

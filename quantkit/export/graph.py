@@ -18,8 +18,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from quantkit.export.targets import Target
-from quantkit.tensor_records import Checkpoint, Slot
+from quantkit.plan.targets import Target
+from quantkit.quantization.layout import Checkpoint, Slot
 
 CONTRIB = "com.microsoft"
 ELEMENT_TYPES = {

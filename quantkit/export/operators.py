@@ -14,9 +14,9 @@ from onnx import TensorProto
 
 from quantkit.errors import InputError
 from quantkit.export.graph import CONTRIB, Graph
-from quantkit.grid import middle
-from quantkit.records import Activation, Norm, NormKind
-from quantkit.tensor_records import Contents, Pack, TableEntry
+from quantkit.model.model_map import Activation, Norm, NormKind
+from quantkit.quantization.grid import middle
+from quantkit.quantization.layout import Contents, Pack, TableEntry
 
 INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
 MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type

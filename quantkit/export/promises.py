@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, defs
 
 from quantkit.errors import InputError
-from quantkit.export.targets import Target
+from quantkit.plan.targets import Target
 
 STANDARD = ("", "ai.onnx")
 MOST_NAMED = 3  # of the faults; the rest are counted

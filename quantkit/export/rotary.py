@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.records import Attention, ModelMap
+from quantkit.model.model_map import Attention, ModelMap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

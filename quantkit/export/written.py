@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,3 +91,9 @@ def _data_files(model: onnx.ModelProto) -> tuple[str, ...]:
         if node.op_type == "EPContext" and "embed_mode" in facts and facts["embed_mode"].i == 0:
             found.add(facts["ep_cache_context"].s.decode())
     return tuple(sorted(found))
+
+
+def held_bytes(folder: Path, graphs: Sequence[Path]) -> int:
+    """Bytes of graphs and of what they read; a checkpoint that was kept for its own sake is neither."""
+    beside = {folder / name for path in graphs for name in read_written(path).data_files}
+    return sum(path.stat().st_size for path in (*graphs, *beside))

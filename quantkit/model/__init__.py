@@ -1,1 +1,1 @@
-"""Loading, describing and mapping models: the only folder that imports transformers."""
+"""From a name, a folder or a live module to a `ModelMap`. The only room that imports transformers."""

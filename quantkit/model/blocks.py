@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from quantkit.model.configs import ModelConfig
-from quantkit.model.family_records import Family, Stack, read_fact
-from quantkit.model.probes import curve_of
-from quantkit.records import (
+from quantkit.model.config import ModelConfig
+from quantkit.model.families.schema import Family, Stack, read_fact
+from quantkit.model.model_map import (
     Attention,
     Block,
     FeedForward,
@@ -22,6 +21,7 @@ from quantkit.records import (
     Role,
     Rows,
 )
+from quantkit.model.unknown.probes import curve_of
 
 
 def split_rows(

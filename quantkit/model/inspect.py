@@ -17,24 +17,11 @@ from torch import nn
 from quantkit.errors import InputError
 from quantkit.model import linears
 from quantkit.model.blocks import describe_block, split_rows
-from quantkit.model.configs import normalise
-from quantkit.model.families import family_of
-from quantkit.model.family_records import read_fact
+from quantkit.model.config import normalise
+from quantkit.model.families.decoders import family_of
+from quantkit.model.families.schema import read_fact
 from quantkit.model.load import Source, build_on_meta, open_source
-from quantkit.model.places import (
-    Place,
-    Walk,
-    calls,
-    checkpoint_name,
-    find_prefix,
-    norm_place,
-    place_of,
-    readers,
-)
-from quantkit.model.probes import norm_kind_of
-from quantkit.model.structure import observe, summary
-from quantkit.model.weights import compare, read_headers
-from quantkit.records import (
+from quantkit.model.model_map import (
     ATTENTION_ROLES,
     FFN_ROLES,
     Block,
@@ -47,6 +34,19 @@ from quantkit.records import (
     Role,
     UnmappedParameter,
 )
+from quantkit.model.names import (
+    Place,
+    Walk,
+    calls,
+    checkpoint_name,
+    find_prefix,
+    norm_place,
+    place_of,
+    readers,
+)
+from quantkit.model.unknown.observe import observe, summary
+from quantkit.model.unknown.probes import norm_kind_of
+from quantkit.model.weights.headers import compare, read_headers
 
 NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 

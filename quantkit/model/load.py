@@ -23,9 +23,9 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantkit.errors import InputError
-from quantkit.model.configs import spelled_for
+from quantkit.model.architectures.register import OWN_MODELS
+from quantkit.model.config import spelled_for
 from quantkit.model.known import known_config, known_names
-from quantkit.model.own import OWN_MODELS
 
 DEMO_NAME = "demo"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")

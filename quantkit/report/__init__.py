@@ -1,1 +1,1 @@
-"""Showing results: tables for the terminal, Markdown, CSV and JSON."""
+"""Tables and documents that people read."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quantkit.cost import Specification, group_rows
-from quantkit.cost_rows import Row
-from quantkit.records import to_json
+from quantkit.model.model_map import to_json
+from quantkit.plan.cost.rows import Row
+from quantkit.plan.cost.specification import Specification, group_rows
 from quantkit.report.tables import Page, Table, to_csv
 
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from quantkit.records import Block, Layer, LayerPlan, ModelMap, Plan, Role, to_json
+from quantkit.model.model_map import Block, Layer, ModelMap, Role, to_json
+from quantkit.plan.plan import LayerPlan, Plan
 from quantkit.report.tables import Page, Table
 
 

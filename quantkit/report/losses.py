@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from quantkit.plan.formats import FLOAT
 from quantkit.report.ffn import units_table
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.tables import Page, Table
-from quantkit.schemes import FLOAT
 
 MOST_ROWS = 8
 PLAIN_FIT = "rtn"

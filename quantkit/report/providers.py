@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.measurements import Environment, ProviderRun
-from quantkit.records import to_json
+from quantkit.evaluation.measurements import Environment, ProviderRun
+from quantkit.model.model_map import to_json
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.quantization import without_none
 from quantkit.report.reruns import machine_line, name_line

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quantkit.errors import InputError
-from quantkit.measurements import Accuracy, Latency, Report, Timing
-from quantkit.records import to_json
+from quantkit.evaluation.measurements import Accuracy, Latency, Timing
+from quantkit.model.model_map import to_json
+from quantkit.report.document import Report
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.losses import loss_alarms, loss_head, loss_tables
 from quantkit.report.tables import Page, Table

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.measurements import Accuracy, Environment, Latency, Memory, Perplexity, Similarity
-from quantkit.records import to_json
+from quantkit.evaluation.measurements import Accuracy, Environment, Latency, Memory, Perplexity, Similarity
+from quantkit.model.model_map import to_json
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.quantization import (
     accuracy_json,

@@ -1,1 +1,1 @@
-"""Running a model and knowing the machine it runs on: onnxruntime lives here and nowhere else."""
+"""Running an artifact. The only room that imports onnxruntime."""

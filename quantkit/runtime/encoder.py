@@ -17,7 +17,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.placement import TYPES
+from quantkit.runtime.providers.placement import TYPES
 from quantkit.runtime.session import MODEL_FILE, Floats, Ints, open_session
 
 ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions

@@ -21,8 +21,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.doctor import read_cpu
 from quantkit.runtime.huge_pages import huge_pages
+from quantkit.runtime.machine.facts import read_cpu
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

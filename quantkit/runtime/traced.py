@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.runtime.generate import Sampling, checked, continue_rows
 from quantkit.runtime.session import MODEL_FILE, Decoder, Floats, Ints, open_decoder, open_session
-from quantkit.runtime.static_session import StaticDecoder, holds_static, open_static_decoder
+from quantkit.runtime.static_decoder import StaticDecoder, holds_static, open_static_decoder
 
 ENCODER_FILE = "encoder_model.onnx"
 FIRST_FILE = "decoder_model.onnx"

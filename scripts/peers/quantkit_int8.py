@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import timing
 
+from quantkit.evaluation.models import bytes_per_token
+from quantkit.export.traffic import from_metadata
 from quantkit.runtime.encoder import encode
 from quantkit.runtime.encoder import open_encoder as open_artifact_encoder
 from quantkit.runtime.session import State, start, step
 from quantkit.runtime.session import open_decoder as open_artifact
-from quantkit.subjects import bytes_per_token
-from quantkit.traffic import from_metadata
 
 
 def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing.Feed]:

@@ -14,11 +14,11 @@ import torch
 from exporting import DECODERS, NOTHING, build_tiny, decoder_cases, error, export
 from stepping import one_by_one
 
-from quantkit.checkpoint import open_checkpoint
-from quantkit.export.emit import why_not
-from quantkit.fake_quant import fake_quantize
-from quantkit.model.families import FAMILIES
+from quantkit.export.fused.decoder import why_not
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import map_module
+from quantkit.quantization.checkpoint import open_checkpoint
+from quantkit.quantization.simulate import fake_quantize
 from quantkit.runtime.session import all_logits, open_decoder, positions_of, start, step
 
 CASES = decoder_cases()

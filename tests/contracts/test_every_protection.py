@@ -13,17 +13,17 @@ from doubles import InDouble, logits_of, subject
 from exporting import DECODERS, build_tiny, decoder_cases, error
 from protecting import ALL, orderless, split, split_run, whole_run
 
-from quantkit.export.split import read_blocks
-from quantkit.model.families import FAMILIES
+from quantkit.export.fused.split import read_blocks
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect
-from quantkit.model.rebuild import torch_model
-from quantkit.model.spaces import spaces_of
-from quantkit.protection.keys import Key
-from quantkit.protection.protecting import in_secret_order
-from quantkit.records import Role
-from quantkit.runtime.host_model import open_host, whole_text
+from quantkit.model.model_map import Role
+from quantkit.model.weights.torch_model import torch_model
+from quantkit.private.client.model import open_client
+from quantkit.private.host.model import open_host, whole_text
+from quantkit.private.keys import Key
+from quantkit.private.protect import in_secret_order
+from quantkit.quantization.transforms.spaces import spaces_of
 from quantkit.runtime.session import all_logits, open_decoder
-from quantkit.runtime.split_client import open_client
 
 KEY = Key(secret=bytes(range(32)), model="ab" * 32)
 IDS = np.random.default_rng(0).integers(1, 60, (2, 14))

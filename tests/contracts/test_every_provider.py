@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from quantkit.export.targets import TARGETS
-from quantkit.runtime.provider_status import ProviderStatus, available_providers
-from quantkit.runtime.providers import (
+from quantkit.plan.targets import TARGETS
+from quantkit.runtime.providers.status import ProviderStatus, available_providers
+from quantkit.runtime.providers.table import (
     PROVIDERS,
     RELU_MODEL,
     Provider,

@@ -7,11 +7,11 @@ import functools
 import numpy as np
 import pytest
 
-from quantkit.grid import decode, decode_all, encode
-from quantkit.quantizers import QUANTIZERS
+from quantkit.plan.formats import SCHEMES, Grid
+from quantkit.quantization.grid import decode, decode_all, encode
+from quantkit.quantization.layout import Evidence
+from quantkit.quantization.rounding import QUANTIZERS
 from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES, Grid
-from quantkit.tensor_records import Evidence
 
 pytestmark = pytest.mark.once
 GRIDS = {part.grid for scheme in SCHEMES.values() for part in (scheme.body, scheme.head)}

@@ -9,15 +9,15 @@ import pytest
 import torch
 from exporting import build_tiny, error, export, observe
 
-from quantkit.checkpoint import open_checkpoint
-from quantkit.export.targets import TARGETS
-from quantkit.fake_quant import fake_quantize
+from quantkit.model.model_map import Role
+from quantkit.pipeline.export import planned_bytes
+from quantkit.plan.formats import SCHEMES
+from quantkit.plan.targets import TARGETS
+from quantkit.quantization.checkpoint import open_checkpoint
+from quantkit.quantization.layout import DTYPES
+from quantkit.quantization.simulate import fake_quantize
 from quantkit.recipe import Recipe
-from quantkit.records import Role
 from quantkit.runtime.session import all_logits, open_decoder
-from quantkit.schemes import SCHEMES
-from quantkit.stages import planned_bytes
-from quantkit.tensor_records import DTYPES
 
 SIZES = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
 IDS = np.random.default_rng(0).integers(0, 61, (2, 24))

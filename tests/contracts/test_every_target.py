@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
 from quantkit.export.promises import broken_promises, require_promises
-from quantkit.export.targets import ARM, DEFAULT_TARGET, FUSED, TARGETS
-from quantkit.plan import choose
+from quantkit.plan.select import choose
+from quantkit.plan.targets import ARM, DEFAULT_TARGET, FUSED, TARGETS
 from quantkit.recipe import Recipe
 from quantkit.runtime.encoder import encode, open_encoder
 from quantkit.runtime.session import all_logits, open_decoder

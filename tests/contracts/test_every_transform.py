@@ -13,14 +13,14 @@ from doubles import CASES, logits_of, subject
 from exporting import error
 
 from quantkit.errors import InputError
-from quantkit.model.rebuild import torch_model
-from quantkit.model.spaces import spaces_of
-from quantkit.records import BASIS_KINDS, NormKind
-from quantkit.transforms import TRANSFORMS
-from quantkit.transforms.basis import Diagonal, HeadRotation, Heads, Permutation
-from quantkit.transforms.change import _put, apply_change
-from quantkit.transforms.draft import Draft
-from quantkit.transforms.hadamard import random_hadamard
+from quantkit.model.model_map import NormKind
+from quantkit.model.weights.torch_model import torch_model
+from quantkit.quantization.transforms import TRANSFORMS
+from quantkit.quantization.transforms.basis import BASIS_KINDS, Diagonal, HeadRotation, Heads, Permutation
+from quantkit.quantization.transforms.change import _put, apply_change
+from quantkit.quantization.transforms.draft import Draft
+from quantkit.quantization.transforms.hadamard import random_hadamard
+from quantkit.quantization.transforms.spaces import spaces_of
 
 LARGEST_ERROR = 1e-9
 ON_EVERY_FAMILY = pytest.mark.parametrize(

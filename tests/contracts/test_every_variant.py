@@ -19,23 +19,23 @@ from doubles import make_subject
 from exporting import NOTHING, build_tiny, error, export
 from stepping import one_by_one
 
-from quantkit.checkpoint import open_checkpoint
-from quantkit.cost import specify
 from quantkit.errors import InputError
-from quantkit.export.emit import why_not
-from quantkit.fake_quant import fake_quantize
-from quantkit.model.families import FAMILIES
+from quantkit.export.fused.decoder import why_not
+from quantkit.model.architectures.reference import ReferenceConfig, ReferenceForCausalLM
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect, map_module
 from quantkit.model.load import build_on_meta, open_source
-from quantkit.model.probes import norm_kind_of
-from quantkit.model.rebuild import torch_model
-from quantkit.model.reference import ReferenceConfig, ReferenceForCausalLM
-from quantkit.model.spaces import spaces_of
-from quantkit.model.structure import observe
-from quantkit.plan import choose
-from quantkit.records import Role
+from quantkit.model.model_map import Role
+from quantkit.model.unknown.observe import observe
+from quantkit.model.unknown.probes import norm_kind_of
+from quantkit.model.weights.torch_model import torch_model
+from quantkit.plan.cost.specification import specify
+from quantkit.plan.select import choose
+from quantkit.quantization.checkpoint import open_checkpoint
+from quantkit.quantization.simulate import fake_quantize
+from quantkit.quantization.transforms import TRANSFORMS
+from quantkit.quantization.transforms.spaces import spaces_of
 from quantkit.runtime.session import all_logits, open_decoder
-from quantkit.transforms import TRANSFORMS
 
 CHOICES = {
     "ffn_kind": ("standard", "gated"),

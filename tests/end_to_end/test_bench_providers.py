@@ -14,7 +14,7 @@ import psutil
 import pytest
 from test_quantize import quantkit, refused
 
-from quantkit.runtime.provider_trial import Asked, outcome_of, run_limited
+from quantkit.runtime.providers.trial import Asked, outcome_of, run_limited
 
 pytestmark = pytest.mark.once
 QUICK = ("--prompt", "8", "--decode", "2", "--threads", "1")

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_quantize import quantkit
 
-from quantkit.checkpoint import open_checkpoint
-from quantkit.fake_quant import pack_values
-from quantkit.grid import decode, encode, from_halves, halves_of, range_of
-from quantkit.model.families import FAMILIES
-from quantkit.runtime.providers import PROVIDERS, plugin_devices
-from quantkit.runtime.static_session import join, open_static_session, run_prompt, start, step
-from quantkit.schemes import BITS_IN_HALVES, LARGEST_IN_HALVES, Grid
+from quantkit.model.families.decoders import FAMILIES
+from quantkit.plan.formats import BITS_IN_HALVES, LARGEST_IN_HALVES, Grid
+from quantkit.quantization.checkpoint import open_checkpoint
+from quantkit.quantization.grid import decode, encode, from_halves, halves_of, range_of
+from quantkit.quantization.simulate import pack_values
+from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
+from quantkit.runtime.static_decoder import join, open_static_session, run_prompt, start, step
 
 GRID = Grid(bits=BITS_IN_HALVES)
 VOCABULARY, PROMPT, CACHE = 320, 12, 24

@@ -19,13 +19,13 @@ from test_quantize import quantkit, refused
 import quantkit as package
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
-from quantkit.export.shared_weights import with_all_logits
-from quantkit.export.targets import TARGETS
-from quantkit.model.families import FAMILIES
+from quantkit.export.static.shared_weights import with_all_logits
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect
-from quantkit.plan import choose
-from quantkit.runtime.providers import PROVIDERS, plugin_devices
-from quantkit.runtime.static_session import (
+from quantkit.plan.select import choose
+from quantkit.plan.targets import TARGETS
+from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
+from quantkit.runtime.static_decoder import (
     begin,
     generate_static,
     open_raw,
@@ -34,7 +34,7 @@ from quantkit.runtime.static_session import (
     start,
     step,
 )
-from quantkit.runtime.text import open_text
+from quantkit.runtime.tokenizer import open_text
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 SIZES = {"gpt2": {"n_positions": 96}, "llama": {"max_position_embeddings": 96}}

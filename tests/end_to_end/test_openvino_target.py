@@ -20,7 +20,7 @@ from test_bench_kinds import RECIPE, STATIC, bench, made
 from test_quantize import quantkit, refused
 from transformers import AutoModelForCausalLM
 
-from quantkit.runtime.static_session import open_static_decoder, run_prompt, start, step
+from quantkit.runtime.static_decoder import open_static_decoder, run_prompt, start, step
 
 IDS = np.random.default_rng(0).integers(1, 60, 20)
 GIVEN = 8

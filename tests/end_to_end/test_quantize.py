@@ -26,8 +26,8 @@ from safetensors.numpy import load_file, save_file
 from test_cli import quantkit as quantkit_alone
 
 from quantkit import cli
-from quantkit.export.trace import why_not_trace
-from quantkit.model.families import FAMILIES
+from quantkit.export.traced.trace import why_not_trace
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.runtime.session import all_logits, open_decoder
 
 NEVER = ("--no-eval", "--min-dim", "1")

@@ -14,11 +14,11 @@ import transformers
 from exporting import build_tiny
 from test_quantize import quantkit as run_quantkit
 
-from quantkit.export.trace import why_not_trace
-from quantkit.measuring import read_text
-from quantkit.model.families import FAMILIES
+from quantkit.evaluation.measure import read_text
+from quantkit.export.traced.trace import why_not_trace
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.recipe import Measure
-from quantkit.runtime.text import open_text
+from quantkit.runtime.tokenizer import open_text
 
 REASON = why_not_trace()
 pytestmark = pytest.mark.skipif(

@@ -10,10 +10,10 @@ import pytest
 from exporting import build_tiny
 from test_quantize import quantkit, refused
 
-from quantkit.benchmarking import benchmark
-from quantkit.model.families import FAMILIES
-from quantkit.reopening import open_artifact
-from quantkit.report.progress import Progress
+from quantkit.evaluation.artifact import open_artifact
+from quantkit.evaluation.benchmark import benchmark
+from quantkit.model.families.decoders import FAMILIES
+from quantkit.progress import Progress
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from test_quantize import quantkit, refused
 
+from quantkit.model.architectures.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
 from quantkit.model.load import open_source
-from quantkit.model.weight_source import tokenizer_files
-from quantkit.model.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
+from quantkit.model.weights.open import tokenizer_files
 from quantkit.runtime.session import positions_of
-from quantkit.runtime.text import open_text
+from quantkit.runtime.tokenizer import open_text
 
 SIZES = {
     "vocab_size": 4096,

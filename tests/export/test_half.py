@@ -15,8 +15,8 @@ from onnx import TensorProto, numpy_helper
 
 from quantkit.errors import InputError
 from quantkit.export.half import to_half
-from quantkit.export.targets import TARGETS
-from quantkit.stages import write_reference
+from quantkit.pipeline.export import write_reference
+from quantkit.plan.targets import TARGETS
 
 GPT2 = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
 LLAMA = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2}
@@ -171,7 +171,7 @@ def test_products_that_no_gpu_has_are_named(originals, tmp_path):
 def test_the_reference_stays_in_float32(originals, tmp_path):
     from quantkit.model.inspect import inspect  # noqa: PLC0415
     from quantkit.model.load import open_source  # noqa: PLC0415
-    from quantkit.model.weight_source import open_weights  # noqa: PLC0415
+    from quantkit.model.weights.open import open_weights  # noqa: PLC0415
 
     folder = str(originals["GPT2LMHeadModel"])
     model_map = inspect(folder)

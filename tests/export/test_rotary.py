@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quantkit.errors import InputError
 from quantkit.export.rotary import RULES, rotation_of
 from quantkit.model.inspect import map_module
-from quantkit.records import Attention, PositionKind
+from quantkit.model.model_map import Attention, PositionKind
 from quantkit.runtime.session import all_logits, open_decoder, start
 
 HEAD_DIM, POSITIONS, ORIGINAL = 64, 4096, 512

@@ -10,11 +10,11 @@ import onnx
 import pytest
 from exporting import build_tiny, decoder_cases, export
 
-from quantkit.model.families import FAMILIES
+from quantkit.evaluation.models import bytes_per_token
+from quantkit.export.traffic import Traffic, from_metadata, to_metadata
+from quantkit.model.families.decoders import FAMILIES
 from quantkit.runtime.session import open_decoder
-from quantkit.runtime.static_session import StaticDecoder
-from quantkit.subjects import bytes_per_token
-from quantkit.traffic import Traffic, from_metadata, to_metadata
+from quantkit.runtime.static_decoder import StaticDecoder
 
 ROW_READERS = ("Gather", "GroupQueryAttention", "RotaryEmbedding")  # of tables, and of angles
 

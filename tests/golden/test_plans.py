@@ -15,8 +15,8 @@ import pytest
 
 from quantkit.model.inspect import inspect
 from quantkit.model.known import known_names
-from quantkit.plan import choose
-from quantkit.records import to_json
+from quantkit.model.model_map import to_json
+from quantkit.plan.select import choose
 
 PLANS = Path(__file__).parent / "plans"
 MIN_DIM = 768

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from quantkit.errors import InputError
 from quantkit.model.inspect import inspect, map_module
 from quantkit.model.load import open_source
-from quantkit.plan import choose
+from quantkit.plan.select import choose
 
 TINY = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=40)
 

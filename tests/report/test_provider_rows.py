@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.measurements import (
-    Environment,
-    PlacedOperator,
-    Placement,
-    ProviderAccuracy,
-    ProviderRun,
-    Timing,
-    UnplacedNode,
-)
+from quantkit.evaluation.measurements import Environment, ProviderAccuracy, ProviderRun, Timing
 from quantkit.report.providers import bar, percent, providers_json, providers_page
+from quantkit.runtime.providers.placement import PlacedOperator, Placement, UnplacedNode
 
 pytestmark = pytest.mark.once
 TIMING = Timing(

@@ -9,23 +9,21 @@ import re
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurements import (
+from quantkit.evaluation.measurements import (
     Accuracy,
     Environment,
-    Kept,
     Latency,
     Memory,
     PeakMemory,
     Perplexity,
-    Placement,
-    Report,
-    Size,
     Timing,
-    kept_projections,
 )
-from quantkit.records import Count, FormulaCheck, LayerPlan, Plan, Role
+from quantkit.model.model_map import Role
+from quantkit.plan.plan import Count, FormulaCheck, LayerPlan, Plan
+from quantkit.report.document import Kept, Report, Size, kept_projections
 from quantkit.report.quantization import figures, megabytes, quantization_page, report_json
 from quantkit.report.tables import Page, print_page, to_markdown
+from quantkit.runtime.providers.placement import Placement
 
 pytestmark = pytest.mark.once
 replace = dataclasses.replace

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from quantkit.errors import InputError
-from quantkit.quantization import run
+from quantkit.pipeline.quantize import run
 from quantkit.recipe import Recipe
 from quantkit.runtime.generate import Sampling, check_sampling, choose_tokens, generate, probabilities
 from quantkit.runtime.session import all_logits, open_decoder
-from quantkit.runtime.text import open_text
+from quantkit.runtime.tokenizer import open_text
 
 LOGITS = arrays.arrays(
     np.float32, st.tuples(st.integers(1, 3), st.integers(1, 12)), elements=st.floats(-30, 30, width=32)

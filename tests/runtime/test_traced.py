@@ -15,11 +15,12 @@ import torch
 import transformers
 from exporting import NOTHING, build_tiny, error, export
 
-from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import InputError
-from quantkit.export.trace import why_not_trace
-from quantkit.fake_quant import fake_quantize
-from quantkit.model.families import FAMILIES
+from quantkit.export.traced.trace import why_not_trace
+from quantkit.model.families.decoders import FAMILIES
+from quantkit.pipeline.export import WEIGHTS_FILE
+from quantkit.quantization.checkpoint import open_checkpoint
+from quantkit.quantization.simulate import fake_quantize
 from quantkit.runtime.generate import Sampling
 from quantkit.runtime.session import Decoder
 from quantkit.runtime.traced import (
@@ -35,7 +36,6 @@ from quantkit.runtime.traced import (
     read_start_ids,
     traced_logits,
 )
-from quantkit.stages import WEIGHTS_FILE
 
 REASON = why_not_trace()
 needs_optimum = pytest.mark.skipif(

@@ -1,0 +1,1 @@
+"""Accuracy, similarity, latency and memory of an artifact."""

@@ -1,0 +1,54 @@
+"""Which tokens begin and end a text, from the files beside a tokenizer.json, which itself does not say.
+
+The files are asked in the order that transformers uses, so that a text gets the same first token in both:
+tokenizer_config.json, where a null says that there is none, then special_tokens_map.json, then config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.runtime.tokenizer import Text
+
+TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecialTokens:
+    """Ids; None where a model has no such token."""
+
+    begin: int | None
+    end: int | None
+
+
+def read_special_tokens(folder: Path, text: Text) -> SpecialTokens:
+    """The tokens of an artifact's tokenizer."""
+    return SpecialTokens(begin=_id_of(folder, text, "bos_token"), end=_id_of(folder, text, "eos_token"))
+
+
+def _id_of(folder: Path, text: Text, name: str) -> int | None:
+    for file in TOKEN_FILES:
+        content = _read(folder / file)
+        if name not in content:
+            continue
+        value = content[name]
+        token = value.get("content") if isinstance(value, dict) else value
+        found: int | None = None if token is None else text.tokenizer.token_to_id(str(token))
+        return found
+    value = _read(folder / "config.json").get(f"{name}_id")
+    first = value[0] if isinstance(value, list) and value else value
+    return int(first) if isinstance(first, int) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"not readable as JSON ({error})", where=str(path), next_step="copy the artifact again"
+        ) from error
+    return content if isinstance(content, dict) else {}

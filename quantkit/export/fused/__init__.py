@@ -1,0 +1,1 @@
+"""Graphs of fused operators with free sizes."""

@@ -1,0 +1,71 @@
+"""The latents of an FFN as outputs of their own, by one product or, block-diagonally, by one for each head.
+
+A latent is trained beside the FFN and read by no later layer; it is written where the user wants to keep
+it. As long as its weight is block-diagonal, a head reads its own share of the inputs alone: one small product
+a head reads as many times fewer bytes as there are heads, and all off the diagonal stays exactly zero.
+The products of all heads read slices of one stored tensor, whose rows are a head's after another's.
+"""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from quantkit.export import operators
+from quantkit.export.graph import CONTRIB, Graph
+from quantkit.model.model_map import Block, Role
+from quantkit.quantization.layout import Contents, Pack
+
+
+def keeps_latents(contents: Contents, block: Block) -> bool:
+    """Whether the block has latents to give."""
+    return contents.pack_of(Role.FFN_LATENT, block.name) is not None
+
+
+def add_latents(graph: Graph, contents: Contents, block: Block, hidden: str) -> None:
+    """An output `latents.{i}` of [batch, sequence, heads, width], where the block keeps its latents."""
+    pack = contents.pack_of(Role.FFN_LATENT, block.name)
+    if pack is None:
+        return
+    heads = pack.layers[0].num_heads
+    width = pack.out_features // heads
+    if pack.num_groups == 1:
+        made = operators.matmul(graph, pack, hidden)
+    elif pack.format is None:
+        made = _float_heads(graph, pack, hidden)
+    else:
+        made = _integer_heads(graph, pack, hidden)
+    latents = graph.op("Reshape", made, graph.integers(0, 0, heads, width), name=f"{pack.name}/heads")
+    name = f"latents.{block.index}"
+    graph.output(latents, name, TensorProto.FLOAT, ["batch", "sequence", heads, width])
+
+
+def _integer_heads(graph: Graph, pack: Pack, hidden: str) -> str:
+    assert pack.format is not None
+    grid, heads = pack.format.grid, pack.num_groups
+    width = pack.in_features  # of one head
+    parts = graph.ops("Split", hidden, graph.integers(*([width] * heads)), wanted=(True,) * heads, axis=-1)
+    graph.integer_nodes[pack.name] = [layer.name for layer in pack.layers]
+    graph.num_blocks[pack.name] = heads
+    made = []
+    for head, part in enumerate(parts):
+        rows = (head * width, width)
+        weights = [graph.weight(f"{pack.name}.{name}", rows) for name in ("codes", "scales")]
+        zeros = "" if grid.is_symmetric else graph.weight(f"{pack.name}.zeros", rows)
+        bias = graph.weight(f"{pack.name}.bias", rows) if pack.has_bias else ""
+        made.append(
+            graph.op(
+                "MatMulNBits", part, *weights, zeros, "", bias, name=pack.name, domain=CONTRIB,
+                K=width, N=width, bits=grid.bits, block_size=grid.block,
+                accuracy_level=operators.INTEGER_ACTIVATIONS,
+            )
+        )  # fmt: skip
+    return graph.op("Concat", *made, axis=-1)
+
+
+def _float_heads(graph: Graph, pack: Pack, hidden: str) -> str:
+    """One batched product: [B, L, H, 1, Z] times [H, Z, Z]."""
+    heads, width = pack.num_groups, pack.in_features
+    weight = graph.op("Reshape", graph.weight(f"{pack.name}.weight_IO"), graph.integers(width, heads, width))
+    weight = graph.op("Transpose", weight, perm=[1, 0, 2])
+    rows = graph.op("Reshape", hidden, graph.integers(0, 0, heads, 1, width))
+    return graph.op("MatMul", rows, weight, name=pack.name)

@@ -1,0 +1,1 @@
+"""Graphs of standard operators with fixed sizes, for NPUs."""

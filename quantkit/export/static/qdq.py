@@ -1,0 +1,335 @@
+"""A static float graph into one of integers: every value between two operators has a grid from calibration.
+
+A value is rounded behind the operator that makes it and given back in front of those that read it, which NPU
+compilers take for integers throughout (QDQ). What only moves numbers keeps the grid of what it moves.
+
+What a product of two values reads second is signed, with its zero in the middle: of an unsigned one
+Qualcomm's NPUs make 8 bits. Keys and values are such values, in the cache too.
+
+Products with weights may have 8 bits on both sides while the rest has 16: these products are where the time
+goes, and the sums of residuals and the scores of attention are where 8 bits hurt. An operator with one width
+in front and another behind it does not compile for every NPU, so values are converted between two operators.
+Keys and values leave and enter as codes, so that the host moves bytes without knowing their grid.
+
+Weights have one scale for each output channel, biases 32 bits on the grid of their products' sums. Static
+ranges and 16-bit activations beside 8-bit weights: https://arxiv.org/abs/2106.08295.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from quantkit.errors import InputError
+from quantkit.export.static.value_grid import TYPES, Ranges, ValueGrid
+
+MOVES = ("Reshape", "Transpose", "Split", "Concat", "Gather")
+PRODUCTS = ("Gemm", "MatMul")
+NORMS = ("LayerNormalization", "RMSNormalization")
+SOFTMAX_REACH = 16.0  # e^-16 beside a peak is less than a step of 16 bits
+LARGEST_BIAS = float(1 << 30)
+LARGEST_CODE = (1 << 31) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bits:
+    """Widths of activations."""
+
+    values: int = 16
+    products: int = 16  # of what goes into and comes out of products with weights, the head's excepted
+
+
+def quantize_static(
+    model: onnx.ModelProto, ranges: Ranges, bits: Bits, *, kept_in: Path | None = None
+) -> onnx.ModelProto:
+    """The graph in QDQ form. `ranges` may be those of another graph of the same model.
+
+    `kept_in` is the folder of the tensors that lie outside of the graph.
+    """
+    work = _Quantizer(model=model, ranges=ranges, bits=bits, kept_in=kept_in)
+    return work.run()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Quantizer:
+    model: onnx.ModelProto
+    ranges: Ranges
+    bits: Bits
+    kept_in: Path | None
+    constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    readers: dict[str, list[onnx.NodeProto]] = field(default_factory=lambda: defaultdict(list))
+    grids: dict[str, ValueGrid] = field(default_factory=dict)  # of values
+    narrowed: set[str] = field(default_factory=set)  # products of another width than the rest
+    weight_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # by dequantized name
+    given: dict[str, str] = field(default_factory=dict)  # value -> what its readers read
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    made: dict[str, onnx.TensorProto] = field(default_factory=dict)  # initializers of the new graph
+
+    def run(self) -> onnx.ModelProto:
+        graph = self.model.graph
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        for node in graph.node:
+            for name in node.input:
+                self.readers[name].append(node)
+        if self.bits.products != self.bits.values:
+            weights = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+            weights |= set(self.constants)
+            products = [node for node in graph.node if node.op_type in PRODUCTS and node.input[1] in weights]
+            heads = [node for node in products if _is_transposed(node)] or products[-1:]
+            self.narrowed = {node.name for node in products} - {node.name for node in heads}
+        inputs = [self.input(info) for info in graph.input]
+        outputs = {info.name for info in graph.output}
+        for node in graph.node:
+            if node.op_type == "DequantizeLinear":
+                self.keep(node)
+            else:
+                self.node(node, outputs)
+        changed = helper.make_graph(
+            self.nodes, graph.name, inputs, [self.output(i) for i in graph.output], list(self.made.values())
+        )
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        model.graph.CopyFrom(changed)
+        return model
+
+    def input(self, info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+        if info.type.tensor_type.elem_type != TensorProto.FLOAT:
+            return info
+        # The same grid as that of the new keys or values, which leave the other graph too.
+        made = self.origin(info.name.replace("past_key_values", "present"))
+        grid = self.grids[info.name] = self.operand(self.over(made))
+        self.dequantize(info.name, info.name, grid)
+        return _typed(info, grid)
+
+    def origin(self, name: str) -> str:
+        """The value that is merely moved to become this one."""
+        node = next(node for node in self.model.graph.node if name in node.output)
+        return self.origin(node.input[0]) if node.op_type in MOVES else name
+
+    def output(self, info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+        return _typed(info, self.grids[info.name]) if info.name.startswith("present.") else info
+
+    def operand(self, grid: ValueGrid) -> ValueGrid:
+        """The grid of what products of two values read second."""
+        return grid.signed() if grid.bits > 8 else grid
+
+    def keep(self, node: onnx.NodeProto) -> None:
+        """A weight that is on its grid already."""
+        self.nodes.append(node)
+        self.made |= {name: self.constants[name] for name in node.input}
+        self.weight_scales[node.output[0]] = numpy_helper.to_array(self.constants[node.input[1]])
+
+    def node(self, node: onnx.NodeProto, outputs: set[str]) -> None:
+        changed = onnx.NodeProto()
+        changed.CopyFrom(node)
+        narrow = node.name in self.narrowed
+        if node.op_type == "Gather" and node.input[0] in self.weight_scales:
+            self.gather(changed)
+            return
+        for place, name in enumerate(node.input):
+            if name in self.constants:
+                changed.input[place] = self.constant(node, place)
+            elif narrow and place == 0:
+                changed.input[place] = self.convert(name, "narrowed", self.narrow(name))
+            elif node.op_type == "MatMul" and place == 1 and name in self.grids:
+                changed.input[place] = self.convert(name, "signed", self.operand(self.grids[name]))
+            else:
+                changed.input[place] = self.read(name)
+        for place, name in enumerate(node.output):
+            changed.output[place] = f"{name}/float" if name in outputs else name
+        self.nodes.append(changed)
+        for name, made in zip(node.output, changed.output, strict=True):
+            grid = self.grids[name] = self.grid_of(node, name)
+            value = self.round(f"{name}/narrow", made, self.narrow(name)) if narrow else made
+            if name.startswith("present."):
+                self.cached(name, value, grid)
+                continue
+            codes, grid_names = f"{name}/codes", self.grid_constants(name, grid)
+            self.nodes.append(
+                helper.make_node("QuantizeLinear", [value, *grid_names], [codes], f"{name}/round")
+            )
+            self.dequantize(name, codes, grid, given=name if name in outputs else "")
+
+    def cached(self, name: str, value: str, grid: ValueGrid) -> None:
+        """New keys or values, which leave as the codes that products read."""
+        self.grids[name] = self.operand(grid)
+        if self.grids[name] != grid:
+            self.round(f"{name}/unsigned", value, grid)
+            value = self.given[f"{name}/unsigned"]
+        inputs = [value, *self.grid_constants(name, self.grids[name])]
+        self.nodes.append(helper.make_node("QuantizeLinear", inputs, [name], f"{name}/round"))
+        self.dequantize(name, name, self.grids[name])
+
+    def gather(self, node: onnx.NodeProto) -> None:
+        """Rows of a table that is on its grid already: found in its own width, then as wide as all others."""
+        name = node.output[0]
+        scale = float(self.weight_scales[node.input[0]])
+        back = next(each for each in self.nodes if node.input[0] in each.output)
+        node.output[0], codes, narrow = f"{name}/float", f"{name}/stored", f"{name}/stored/given"
+        self.nodes.append(node)
+        grid_names = back.input[1:]
+        self.nodes.append(helper.make_node("QuantizeLinear", [node.output[0], *grid_names], [codes], codes))
+        self.nodes.append(helper.make_node("DequantizeLinear", [codes, *grid_names], [narrow], narrow))
+        self.grids[name] = ValueGrid.over(-128 * scale, 127 * scale, self.bits.values)
+        self.round(name, narrow, self.grids[name])
+
+    def read(self, name: str) -> str:
+        return self.given.get(name, name)  # ids and masks are read as they are
+
+    def convert(self, name: str, how: str, grid: ValueGrid) -> str:
+        """The value on another grid, made once for all that read it so."""
+        if grid == self.grids[name]:
+            return self.read(name)
+        label = f"{name}/{how}"
+        if label not in self.given:
+            self.round(label, self.read(name), grid)
+        return self.given[label]
+
+    def round(self, label: str, value: str, grid: ValueGrid) -> str:
+        inputs = [value, *self.grid_constants(label, grid)]
+        self.nodes.append(helper.make_node("QuantizeLinear", inputs, [f"{label}/codes"], f"{label}/round"))
+        self.dequantize(label, f"{label}/codes", grid)
+        return self.given[label]
+
+    def dequantize(self, name: str, codes: str, grid: ValueGrid, given: str = "") -> None:
+        self.given[name] = given or f"{name}/given"
+        names = self.grid_constants(name, grid)
+        node = helper.make_node("DequantizeLinear", [codes, *names], [self.given[name]], f"{name}/back")
+        self.nodes.append(node)
+
+    def grid_of(self, node: onnx.NodeProto, name: str) -> ValueGrid:
+        """The grid of one output."""
+        kind, width = node.op_type, self.bits.values
+        if kind in MOVES:
+            source = node.input[0]
+            return self.grids[source] if source in self.grids else self.constant_grid(source)
+        if kind == "Sigmoid":
+            return ValueGrid(scale=2.0**-width, zero=0, bits=width)
+        if kind == "Tanh":
+            return ValueGrid(scale=2.0 ** (1 - width), zero=1 << (width - 1), bits=width)
+        if kind == "Softmax":
+            return ValueGrid.over(0, 1, width)
+        return self.over(name)
+
+    def over(self, name: str) -> ValueGrid:
+        low, high, peak = self.ranges[name]
+        if any(node.op_type == "Softmax" for node in self.readers[name]):
+            low = max(low, peak - SOFTMAX_REACH)  # what lies below is cut off there, hidden scores too
+        return ValueGrid.over(low, high, self.bits.values)
+
+    def narrow(self, name: str) -> ValueGrid:
+        """The grid of a value inside of products."""
+        return self.grids[name].with_bits(self.bits.products)
+
+    # Constants
+
+    def constant(self, node: onnx.NodeProto, place: int) -> str:
+        name: str = node.input[place]
+        tensor = self.constants[name]
+        if tensor.data_type != TensorProto.FLOAT:  # shapes and widths
+            self.made[name] = tensor
+            return name
+        values = numpy_helper.to_array(tensor)
+        if node.op_type in PRODUCTS and place == 1:
+            return self.weight(name, values, node)
+        if node.op_type in PRODUCTS and place == 2:
+            return self.bias(name, values, node)
+        width = None
+        if node.op_type in NORMS:
+            width = self.grids[node.input[0]].bits
+        grid = self.constant_grid(name, width)
+        return self.stored(f"{name}/{grid.bits}", grid.codes(values), grid)
+
+    def constant_grid(self, name: str, width: int | None = None) -> ValueGrid:
+        values = numpy_helper.to_array(self.constants[name])
+        return ValueGrid.over(float(values.min()), float(values.max()), width or self.bits.values)
+
+    def stored(self, name: str, codes: NDArray[Any], grid: ValueGrid) -> str:
+        if name not in self.given:
+            self.put(f"{name}/codes", codes)
+            self.dequantize(name, f"{name}/codes", grid)
+        return self.given[name]
+
+    def weight(self, name: str, weight_IO: NDArray[np.float32], node: onnx.NodeProto) -> str:
+        """Eight bits, one scale for each output; large enough for the bias to have a code."""
+        given = f"{name}/given"
+        if given in self.weight_scales:
+            return given
+        scales = np.abs(weight_IO).max(axis=0) / np.float32(127)
+        if len(node.input) > 2:
+            bias = np.abs(numpy_helper.to_array(self.constants[node.input[2]]))
+            scales = np.maximum(scales, bias / np.float32(self.input_scale(node) * LARGEST_BIAS))
+        scales = np.where(scales > 0, scales, np.float32(1)).astype(np.float32)
+        names = [f"{name}/codes", f"{name}/scales", f"{name}/zeros"]
+        self.put(names[0], np.clip(np.rint(weight_IO / scales), -127, 127).astype(np.int8))
+        self.put(names[1], scales)
+        self.put(names[2], np.zeros(scales.shape, np.int8))
+        self.nodes.append(helper.make_node("DequantizeLinear", names, [given], f"{name}/back", axis=1))
+        self.weight_scales[given] = scales
+        return given
+
+    def input_scale(self, node: onnx.NodeProto) -> float:
+        name = node.input[0]
+        return (self.narrow(name) if node.name in self.narrowed else self.grids[name]).scale
+
+    def bias(self, name: str, values: NDArray[np.float32], node: onnx.NodeProto) -> str:
+        weight = node.input[1] if node.input[1] in self.weight_scales else f"{node.input[1]}/given"
+        scales = self.weight_scales[weight] * np.float32(self.input_scale(node))
+        if (np.abs(values.astype(np.float64)) > scales.astype(np.float64) * LARGEST_CODE).any():
+            scales = self.coarser(node, values) * np.float32(self.input_scale(node))
+        codes = np.clip(np.rint(values.astype(np.float64) / scales), -LARGEST_CODE, LARGEST_CODE)
+        name = f"{node.name}/{name}"  # a layer that is called again reads its input on another grid
+        names = [f"{name}/codes", f"{name}/scales", f"{name}/zeros"]
+        self.put(names[0], codes.astype(np.int32))
+        self.put(names[1], scales.astype(np.float32))
+        self.put(names[2], np.zeros(scales.shape, np.int32))
+        given = f"{name}/given"
+        self.nodes.append(helper.make_node("DequantizeLinear", names, [given], f"{name}/back", axis=0))
+        return given
+
+    def coarser(self, node: onnx.NodeProto, bias_O: NDArray[np.float32]) -> NDArray[np.float32]:
+        """New scales of stored weights, so that biases have codes where outputs hardly depend on inputs."""
+        weight = node.input[1]
+        back = next(each for each in self.nodes if weight in each.output)
+        if len(self.readers[weight]) > 1 or back.op_type != "DequantizeLinear":
+            raise InputError(
+                "a bias is too large beside weights that several products share",
+                where=node.name,
+                next_step="--scheme int8_static8, or --exclude the layer",
+            )
+        old = self.weight_scales[weight]
+        least = np.abs(bias_O.astype(np.float64)) / (self.input_scale(node) * LARGEST_BIAS)
+        new = np.maximum(old, least).astype(np.float32)
+        codes_IO = numpy_helper.to_array(self.made[back.input[0]], base_dir=str(self.kept_in or ""))
+        codes_IO = np.rint(codes_IO * (old.astype(np.float64) / new)).astype(np.int8)
+        self.put(back.input[0], codes_IO)
+        self.put(back.input[1], new)
+        self.weight_scales[weight] = new
+        return new
+
+    def grid_constants(self, name: str, grid: ValueGrid) -> list[str]:
+        self.put(f"{name}/scale", np.array(grid.scale, np.float32))
+        self.put(f"{name}/zero", np.array(grid.zero, grid.code_type))
+        return [f"{name}/scale", f"{name}/zero"]
+
+    def put(self, name: str, values: NDArray[Any]) -> None:
+        self.made[name] = numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape), name)
+
+
+def _is_transposed(node: onnx.NodeProto) -> bool:
+    """Whether the product reads [out, in], as only those of heads in halves do."""
+    return any(each.name == "transB" and each.i for each in node.attribute)
+
+
+def _typed(info: onnx.ValueInfoProto, grid: ValueGrid) -> onnx.ValueInfoProto:
+    changed = onnx.ValueInfoProto()
+    changed.CopyFrom(info)
+    changed.type.tensor_type.elem_type = TYPES[grid.bits, grid.is_signed]
+    return changed

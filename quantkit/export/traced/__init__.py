@@ -1,0 +1,1 @@
+"""Graphs traced from the original and lowered to quantized operators."""

@@ -1,0 +1,1 @@
+"""Architectures that quantkit brings itself."""

@@ -1,0 +1,1 @@
+"""Facts of each architecture family: one row each."""

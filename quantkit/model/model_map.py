@@ -1,0 +1,317 @@
+"""The records that flow through quantkit: frozen, JSON-serialisable, free of torch and of any model.
+
+One way: a `ModelMap` says what a model is made of, a `Plan` what is done to each projection. Every
+weight is spoken of as [out, in], however a checkpoint stores it; one *logical projection* (the query
+of a fused QKV matrix, say) is one `Layer`, so that no count depends on how a checkpoint fuses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import Any
+
+
+class Role(StrEnum):
+    """What a projection does in its block."""
+
+    ATTENTION_QUERY = "attention_query"
+    ATTENTION_KEY = "attention_key"
+    ATTENTION_VALUE = "attention_value"
+    ATTENTION_OUT = "attention_out"
+    FFN_GATE = "ffn_gate"
+    FFN_UP = "ffn_up"
+    FFN_DOWN = "ffn_down"
+    FFN_LATENT = "ffn_latent"
+    LM_HEAD = "lm_head"
+    OTHER = "other"
+
+
+ATTENTION_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT)
+FFN_ROLES = (Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN, Role.FFN_LATENT)
+
+# What attention and an FFN's middle give varies in size from token to token; what a norm gives does not.
+READ_NO_NORM = (Role.ATTENTION_OUT, Role.FFN_DOWN)
+
+
+class FfnKind(StrEnum):
+    """A standard FFN has 2 projections (up, down); a gated one has 3 (gate, up, down)."""
+
+    STANDARD = "standard"
+    GATED = "gated"
+
+
+class Activation(StrEnum):
+    """The non-linearity itself; SwiGLU and GeGLU are SILU and GELU in a gated FFN."""
+
+    RELU = "relu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    SILU = "silu"
+    OTHER = "other"
+
+
+class NormKind(StrEnum):
+    """LayerNorm subtracts the mean; RMSNorm does not."""
+
+    LAYER_NORM = "layer_norm"
+    RMS_NORM = "rms_norm"
+
+
+class NormPlacement(StrEnum):
+    """Before each sublayer, after each residual sum, or both before a sublayer and on its output."""
+
+    PRE = "pre"
+    POST = "post"
+    SANDWICH = "sandwich"
+
+
+class NormPlace(StrEnum):
+    """Where a norm stands in the flow, which a fused graph must know."""
+
+    BEFORE_ATTENTION = "before_attention"
+    AFTER_ATTENTION = "after_attention"
+    BEFORE_FFN = "before_ffn"
+    AFTER_FFN = "after_ffn"
+    QUERY = "query"
+    KEY = "key"
+    EMBEDDING = "embedding"
+    FINAL = "final"
+    OTHER = "other"
+
+
+class Residual(StrEnum):
+    """Sequential: x + attention, then + FFN. Parallel: both read x, and both are added at once."""
+
+    SEQUENTIAL = "sequential"
+    PARALLEL = "parallel"
+
+
+class PositionKind(StrEnum):
+    """How a model knows where a token stands."""
+
+    LEARNED = "learned"
+    ROPE = "rope"
+    ALIBI = "alibi"
+    RELATIVE = "relative"
+    NONE = "none"
+
+
+class EmbeddingKind(StrEnum):
+    """What an embedding table is indexed by."""
+
+    TOKEN = "token"
+    POSITION = "position"
+    TOKEN_TYPE = "token_type"
+    OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """The rows of a stored matrix that hold one projection: `count` runs of `length`, `stride` apart.
+
+    A matrix of its own is one run. GPT-NeoX interleaves query, key and value head by head, hence strides.
+    """
+
+    start: int
+    length: int
+    stride: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        """How many rows the projection has."""
+        return self.length * self.count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One logical projection."""
+
+    name: str
+    role: Role
+    in_features: int
+    out_features: int
+    has_bias: bool
+    matrix: str  # the module that stores it; several layers share one when a checkpoint fuses them
+    rows: Rows  # where in that matrix
+    stored_as: str  # the row of the linears table, which alone knows [in, out] from [out, in]
+    block: str | None = None  # the block's name, None outside of blocks
+    is_cross_attention: bool = False
+    tied_to: str | None = None  # the embedding whose table this projection reuses
+    aliases: tuple[str, ...] = ()  # other names of the same module object
+    calls: int = 1  # how often one forward pass runs it; 0: training alone does
+    num_heads: int = 1  # of a latent: what its output splits into
+    num_groups: int = 1  # blocks on the diagonal, all other weights being zero: as many as heads, or 1
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether other projections live in the same matrix."""
+        return self.name != self.matrix
+
+    @property
+    def num_weights(self) -> int:
+        """Weights without bias, and without those that are zero by construction."""
+        return self.in_features * self.out_features // self.num_groups
+
+    @property
+    def num_new_parameters(self) -> int:
+        """Parameters that no other entry of the map already counts."""
+        bias = self.out_features if self.has_bias else 0
+        return bias + (0 if self.tied_to else self.num_weights)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Embedding:
+    """One lookup table."""
+
+    name: str
+    kind: EmbeddingKind
+    num_rows: int
+    num_columns: int
+    tied_to: str | None = None  # another embedding that holds the same table
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def num_new_parameters(self) -> int:
+        """Parameters that no other entry of the map already counts."""
+        return 0 if self.tied_to else self.num_rows * self.num_columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """One normalisation and the modules that read it (none: a residual sum or another norm does)."""
+
+    name: str
+    kind: NormKind
+    features: int
+    num_parameters: int
+    block: str | None = None
+    feeds: tuple[str, ...] = ()
+    place: NormPlace = NormPlace.OTHER
+    epsilon: float = 1e-5
+    aliases: tuple[str, ...] = ()
+    calls: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """One attention of a block."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    position: PositionKind
+    is_cross: bool = False
+    is_causal: bool = True
+    window: int | None = None  # sliding window in tokens
+    softcap: float | None = None
+    has_query_key_norm: bool = False
+    scale: float | None = None  # of query times key; None: 1 / sqrt(head_dim)
+    rope_theta: float | None = None
+    rotary_dim: int | None = None
+    rope_scaling: tuple[tuple[str, Any], ...] = ()  # sorted pairs; empty for plain RoPE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FeedForward:
+    """The FFN of a block."""
+
+    kind: FfnKind
+    activation: Activation
+    hidden_features: int
+
+    @property
+    def display_name(self) -> str:
+        """The name that papers use: SwiGLU, GeGLU, ReGLU, or the plain activation."""
+        gated = {
+            Activation.SILU: "SwiGLU",
+            Activation.GELU: "GeGLU",
+            Activation.GELU_TANH: "GeGLU (tanh)",
+            Activation.RELU: "ReGLU",
+        }
+        plain = {
+            Activation.RELU: "ReLU",
+            Activation.GELU: "GELU (exact)",
+            Activation.GELU_TANH: "GELU (tanh)",
+            Activation.SILU: "SiLU",
+        }
+        return (gated if self.kind is FfnKind.GATED else plain).get(self.activation, "other")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One transformer block as stored; a block that many depths share is one record with `calls` > 1."""
+
+    name: str
+    stack: str  # "decoder" or "encoder"
+    index: int
+    calls: int
+    attentions: tuple[Attention, ...]
+    ffn: FeedForward | None
+    norm_kind: NormKind
+    norm_placement: NormPlacement
+    residual: Residual
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UnmappedParameter:
+    """A parameter that is no projection, table, norm or bias that quantkit knows; it stays as it is."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelMap:
+    """Everything that later stages need to know of a model, read without touching a weight."""
+
+    name: str
+    model_type: str
+    architecture: str  # the class that was walked
+    family: str | None  # None: no row in the families table, roles are OTHER
+    num_parameters: int
+    hidden_size: int | None
+    vocab_size: int | None
+    max_positions: int | None
+    is_encoder_decoder: bool
+    has_tied_head: bool
+    embedding_scale: float | None  # Gemma multiplies its embeddings by sqrt(hidden)
+    head_scale: float | None  # T5 divides what a tied head reads by sqrt(hidden)
+    final_softcap: float | None
+    layers: tuple[Layer, ...]
+    embeddings: tuple[Embedding, ...]
+    norms: tuple[Norm, ...]
+    blocks: tuple[Block, ...]
+    unmapped: tuple[UnmappedParameter, ...]
+    notes: tuple[str, ...]
+    used_remote_code: bool = False
+    norm_gain_offset: float = 0.0  # a gain is this plus the stored weight
+    position_offset: int = 0  # rows of a position table before the first position
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The stored matrices, each once, in the order of the walk."""
+        return tuple(dict.fromkeys(layer.matrix for layer in self.layers))
+
+    @property
+    def at_inference(self) -> ModelMap:
+        """The map without the projections that training alone runs."""
+        kept = tuple(layer for layer in self.layers if layer.calls)
+        fewer = sum(layer.num_new_parameters for layer in self.layers if not layer.calls)
+        return dataclasses.replace(self, num_parameters=self.num_parameters - fewer, layers=kept)
+
+
+def to_json(record: Any) -> Any:  # noqa: ANN401 - any record, or a part of one
+    """A record as plain JSON values, field by field."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return {field.name: to_json(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    if isinstance(record, StrEnum):
+        return record.value
+    if isinstance(record, (tuple, list)):
+        return [to_json(item) for item in record]
+    if isinstance(record, frozenset):
+        return sorted(record)
+    if isinstance(record, dict):
+        return {str(key): to_json(value) for key, value in record.items()}
+    return record

@@ -1,0 +1,201 @@
+"""A model's weights as float32 rows, a few at a time, whatever the checkpoint stores them as.
+
+Rows are read with plain file reads and not through a memory map, because mapped pages count as the
+process's memory until the kernel wants them back: quantizing 13 GB would look like, and in a container
+be, 13 GB. A value that is no number is refused by name, since one NaN makes every scale of its block NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.model.weights.headers import StoredTensor, read_headers
+
+Floats = NDArray[np.float32]
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+
+
+class TensorSource(Protocol):
+    """Where weights come from."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The stored shape."""
+
+    def has(self, name: str) -> bool:
+        """Whether it is there."""
+
+    def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
+        """Rows `start` to `start + count` as float32."""
+
+    def source_bytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointTensors:
+    """Tensors of a safetensors checkpoint, under canonical names."""
+
+    stored: Mapping[str, StoredTensor]
+    offsets: Mapping[str, int]
+    prefixed: Mapping[str, str]  # a stored name without its first part -> the stored name
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def _find(self, name: str) -> StoredTensor | None:
+        for each in (name, *self.aliases.get(name, ())):
+            for spelled in (each, each.split(".", 1)[-1], self.prefixed.get(each, each)):
+                if spelled in self.stored:
+                    return self.stored[spelled]
+        return None
+
+    def _get(self, name: str) -> StoredTensor:
+        found = self._find(name)
+        if found is None:
+            raise InputError(
+                f"the checkpoint has no tensor '{name}'",
+                where=str(next(iter(self.stored.values())).file.parent) if self.stored else name,
+                next_step="copy or download the checkpoint again; config.json asks for this tensor",
+            )
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds it."""
+        return self._find(name) is not None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The stored shape."""
+        return self._get(name).shape
+
+    def source_bytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(math.prod(each.shape) * _width(each) for each in self.stored.values())
+
+    def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
+        """Rows as float32; every value is a finite number."""
+        found = self._get(name)
+        rows, *rest = found.shape or (1,)
+        count = rows - start if count is None else min(count, rows - start)
+        per_row = math.prod(rest)
+        width = _width(found)
+        with found.file.open("rb", buffering=0) as file:
+            raw = np.fromfile(
+                file,
+                DTYPES[found.dtype],
+                count * per_row,
+                offset=self.offsets[found.name] + start * per_row * width,
+            )
+        values = raw if found.dtype == "F32" else _widen(raw, found.dtype)
+        _require_finite(values, found)
+        return values.reshape(count, *rest)
+
+
+def _widen(raw: NDArray[Any], dtype: str) -> Floats:
+    if dtype == "BF16":  # the upper half of a float32: shifting is several times faster than converting
+        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is refused by name
+        return raw.astype(np.float32)
+
+
+def _width(tensor: StoredTensor) -> int:
+    if tensor.dtype not in DTYPES:
+        raise InputError(
+            f"'{tensor.name}' is stored as {tensor.dtype}",
+            where=str(tensor.file),
+            allowed=", ".join(DTYPES),
+            next_step="start from the float checkpoint that this one was made from",
+        )
+    return int(np.dtype(DTYPES[tensor.dtype]).itemsize)
+
+
+def _require_finite(values: Floats, tensor: StoredTensor) -> None:
+    # A sum of squares is finite only when every value is; one cheap pass decides the usual case.
+    with np.errstate(over="ignore", invalid="ignore"):
+        flat = values.reshape(-1)
+        if np.isfinite(np.dot(flat, flat)) or np.isfinite(values).all():
+            return
+    bad = int((~np.isfinite(values)).sum())
+    kind = "NaN" if np.isnan(values).any() else "infinite"
+    raise InputError(
+        f"'{tensor.name}' holds {bad} values that are {kind} ({tensor.dtype})",
+        where=str(tensor.file),
+        next_step="overflow in training or in a conversion to FP16 does this; start from a sound checkpoint",
+    )
+
+
+def open_tensors(folder: Path, *, aliases: Mapping[str, tuple[str, ...]] | None = None) -> CheckpointTensors:
+    """The folder's tensors; headers are read, weights are not."""
+    stored = read_headers(folder)
+    if not stored:
+        raise InputError(
+            "the folder holds no safetensors weights",
+            where=str(folder),
+            next_step="copy model.safetensors into it, or pass --random-weights for speed and size only",
+        )
+    offsets: dict[str, int] = {}
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            header = json.loads(handle.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                offsets[name] = 8 + length + entry["data_offsets"][0]
+    prefixed = {name.split(".", 1)[-1]: name for name in stored}
+    return CheckpointTensors(stored=stored, offsets=offsets, prefixed=prefixed, aliases=aliases or {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomTensors:
+    """Seeded weights for any known architecture: right for size and speed, meaningless for accuracy."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    seed: int = 0
+    gain_offset: float = 0.0
+    num_values: int | None = None  # without counting a shared tensor under each of its names
+
+    def has(self, name: str) -> bool:
+        """Whether the architecture has it."""
+        return name in self.shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape."""
+        return self.shapes[name]
+
+    def source_bytes(self) -> int:
+        """Bytes as float32."""
+        every_name = sum(math.prod(shape) for shape in self.shapes.values())
+        return 4 * (every_name if self.num_values is None else self.num_values)
+
+    def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
+        """Rows, the same whatever part of the tensor is asked for first."""
+        rows, *rest = self.shapes[name] or (1,)
+        count = rows - start if count is None else min(count, rows - start)
+        if not rest:  # biases are 0 and norm gains 1
+            gain = 0.0 if name.endswith("bias") else 1.0 - self.gain_offset
+            return np.full(count, gain, np.float32)
+        seed = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        width = math.prod(rest)
+        spread = np.float32(0.02 * 3**0.5)
+        parts = []
+        for row in range(start, start + count):  # a stream for each row, so that any range can be had alone
+            stream = np.random.Generator(
+                np.random.Philox(key=int.from_bytes(seed[:8], "little"), counter=[0, 0, 0, row])
+            )
+            parts.append(stream.random(width, np.float32))
+        return ((np.stack(parts) * 2 - 1) * spread).reshape(count, *rest)

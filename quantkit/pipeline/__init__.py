@@ -1,0 +1,1 @@
+"""The verbs, each on one screen."""

@@ -1,0 +1,1 @@
+"""Parameters, MACs, bytes and times of every step of a model."""

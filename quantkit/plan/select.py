@@ -1,0 +1,226 @@
+"""The rule: quantize when max(in_features, out_features) >= min_dim, with a reason for every projection.
+
+The rule reads logical projections, so a fused checkpoint and an unfused one of the same model get the same
+plan. Embedding tables are not counted; an lm_head that shares one is. The counting formula of the
+literature, (attention + FFN projections) x layers + output layers, is checked against the walk, and where
+a model's shape makes the formula wrong the plan says by how much and why.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+
+from quantkit.errors import InputError
+from quantkit.model.model_map import ATTENTION_ROLES, FFN_ROLES, Block, Layer, ModelMap, Role
+from quantkit.plan.plan import Count, FormulaCheck, LayerPlan, Plan
+
+DEFAULT_MIN_DIM = 256  # smaller projections save next to nothing and are often routers or toy layers
+ROLE_GROUPS: dict[str, tuple[Role, ...]] = {"attention": ATTENTION_ROLES, "ffn": FFN_ROLES}
+
+
+def parse_min_dim(text: str) -> int:
+    """The `--min-dim` that a user typed."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise InputError(
+            f"'{text}' is no size",
+            where="--min-dim",
+            allowed="a whole number from 1 up",
+            next_step="768 picks every projection of GPT-2, 1 every projection of any model",
+        )
+    return value
+
+
+def choose(
+    model_map: ModelMap,
+    *,
+    min_dim: int = DEFAULT_MIN_DIM,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Plan:
+    """Apply the rule; `include` narrows what it sees, `exclude` takes away, each by role or by glob."""
+    if min_dim < 1:
+        raise InputError(f"{min_dim} is no size", where="min_dim", allowed="a whole number from 1 up")
+    for flag, patterns in (("include", include), ("exclude", exclude)):
+        check_patterns(model_map, patterns, flag)
+    layers = tuple(_plan_layer(layer, min_dim, include, exclude) for layer in model_map.layers)
+    chosen = {layer.name for layer in layers if layer.quantized}
+    weights = {layer.name: layer.num_weights for layer in model_map.layers}
+    running = model_map.at_inference
+    return Plan(
+        model=model_map.name,
+        min_dim=min_dim,
+        include=tuple(include),
+        exclude=tuple(exclude),
+        layers=layers,
+        projections=Count(total=len(running.layers), quantized=len(chosen)),
+        matrices=Count(
+            total=len(running.matrices),
+            quantized=len({layer.matrix for layer in layers if layer.quantized}),
+        ),
+        parameters=Count(total=running.num_parameters, quantized=sum(weights[name] for name in chosen)),
+        formula=_check_formula(model_map, chosen),
+        warnings=_warn(model_map, layers, min_dim),
+    )
+
+
+def matches(layer: Layer, pattern: str) -> bool:
+    """Whether a role, a group of roles, a name or a glob on names means this projection."""
+    if pattern in ROLE_GROUPS:
+        return layer.role in ROLE_GROUPS[pattern]
+    if pattern in set(Role):
+        return layer.role == pattern
+    names = (layer.name, layer.matrix, *layer.aliases)
+    return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def check_patterns(model_map: ModelMap, patterns: Sequence[str], flag: str) -> None:
+    """A pattern that meets nothing is a typing error, and would change the result in silence."""
+    for pattern in patterns:
+        if not any(matches(layer, pattern) for layer in model_map.layers):
+            roles = sorted({layer.role.value for layer in model_map.layers})
+            raise InputError(
+                f"'{pattern}' matches no projection of {model_map.name}",
+                where=f"--{flag}",
+                allowed=f"a role ({', '.join((*ROLE_GROUPS, *roles))}) or a glob on names",
+                next_step=f"'quantkit inspect {model_map.name}' lists the names",
+            )
+
+
+def _plan_layer(layer: Layer, min_dim: int, include: Sequence[str], exclude: Sequence[str]) -> LayerPlan:
+    largest = max(layer.in_features, layer.out_features)
+    excluded_by = next((pattern for pattern in exclude if matches(layer, pattern)), None)
+    is_included = not include or any(matches(layer, pattern) for pattern in include)
+    if not layer.calls:
+        quantized, reason = False, "not run at inference: a training loss alone reads it"
+    elif excluded_by is not None:
+        quantized, reason = False, f"excluded by '{excluded_by}'"
+    elif not is_included:
+        quantized, reason = False, "not in --include"
+    else:
+        quantized = largest >= min_dim
+        sign = ">=" if quantized else "<"
+        reason = f"max({layer.in_features}, {layer.out_features}) = {largest} {sign} {min_dim}"
+    if layer.tied_to:
+        reason += f"; one table with {layer.tied_to}"
+    return LayerPlan(
+        name=layer.name,
+        role=layer.role,
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+        matrix=layer.matrix,
+        quantized=quantized,
+        reason=reason,
+    )
+
+
+def _warn(model_map: ModelMap, layers: tuple[LayerPlan, ...], min_dim: int) -> tuple[str, ...]:
+    warnings = []
+    chosen = [layer for layer in layers if layer.quantized]
+    if not layers:
+        warnings.append(f"{model_map.name} has no linear layer: there is nothing to quantize")
+    elif not chosen:
+        largest = max(max(layer.in_features, layer.out_features) for layer in layers)
+        warnings.append(
+            f"nothing is quantized: no projection that may be chosen reaches min_dim {min_dim} "
+            f"(the largest dimension of the model is {largest})"
+        )
+    by_matrix: dict[str, set[bool]] = {}
+    for layer in layers:
+        by_matrix.setdefault(layer.matrix, set()).add(layer.quantized)
+    split = [matrix for matrix, states in by_matrix.items() if len(states) > 1]
+    if split:
+        warnings.append(f"{len(split)} fused matrices are quantized in part only: {', '.join(split[:3])}")
+    return tuple(warnings)
+
+
+def _check_formula(model_map: ModelMap, chosen: set[str]) -> FormulaCheck:
+    """The formula's count beside the walk's; the differences named always add up to the gap."""
+    layers = [layer for layer in model_map.layers if layer.name in chosen]
+    outputs = sum(layer.role is Role.LM_HEAD for layer in layers)
+    walked = len(layers)
+    if not model_map.blocks:
+        words = (
+            f"the roles of '{model_map.model_type}' are not known, so the formula cannot be applied: "
+            f"the walk found {walked}"
+        )
+        return FormulaCheck(
+            attention_per_block=0,
+            ffn_per_block=0,
+            num_blocks=0,
+            num_outputs=outputs,
+            predicted=outputs,
+            walked=walked,
+            agrees=False,
+            differences=(words,),
+        )
+    depth = sum(block.calls for block in model_map.blocks)
+    in_block = {block.name: _count_block(block, layers) for block in model_map.blocks}
+    attention, ffn = Counter(counts[:2] for counts in in_block.values()).most_common(1)[0][0]
+    predicted = (attention + ffn) * depth + outputs
+    differences = [*_explain_blocks(model_map.blocks, in_block, (attention, ffn)), *_explain_rest(layers)]
+    return FormulaCheck(
+        attention_per_block=attention,
+        ffn_per_block=ffn,
+        num_blocks=depth,
+        num_outputs=outputs,
+        predicted=predicted,
+        walked=walked,
+        agrees=predicted == walked and not differences,
+        differences=tuple(f"{amount:+d}: {words}" for amount, words in differences),
+    )
+
+
+def _count_block(block: Block, layers: list[Layer]) -> tuple[int, int, int, int]:
+    """Quantized projections of a block: self attention, FFN, cross attention, without a role."""
+    own = [layer for layer in layers if layer.block == block.name]
+    attention = [layer for layer in own if layer.role in ATTENTION_ROLES]
+    cross = sum(layer.is_cross_attention for layer in attention)
+    ffn = sum(layer.role in FFN_ROLES for layer in own)
+    return len(attention) - cross, ffn, cross, len(own) - len(attention) - ffn
+
+
+def _explain_blocks(
+    blocks: tuple[Block, ...], in_block: dict[str, tuple[int, int, int, int]], typical: tuple[int, int]
+) -> list[tuple[int, str]]:
+    differences: list[tuple[int, str]] = []
+    shared = [block for block in blocks if block.calls > 1]
+    if shared and sum(typical):
+        fewer = sum((block.calls - 1) * sum(typical) for block in shared)
+        depth = sum(block.calls for block in shared)
+        differences.append(
+            (-fewer, f"{len(shared)} shared block(s) run {depth} times but are stored and quantized once")
+        )
+    cross = sum(counts[2] for counts in in_block.values())
+    if cross:
+        num_decoders = sum(counts[2] > 0 for counts in in_block.values())
+        differences.append(
+            (
+                cross,
+                f"cross-attention projections in {num_decoders} decoder blocks, which the formula leaves out",
+            )
+        )
+    odd = {name: counts for name, counts in in_block.items() if counts[:2] != typical}
+    if odd:
+        gap = sum(sum(counts[:2]) - sum(typical) for counts in odd.values())
+        if gap:
+            differences.append(
+                (gap, f"{len(odd)} block(s) differ from the usual one: {', '.join(list(odd)[:3])}")
+            )
+    loose = sum(counts[3] for counts in in_block.values())
+    if loose:
+        differences.append((loose, "projections in blocks that are neither attention nor FFN"))
+    return differences
+
+
+def _explain_rest(layers: list[Layer]) -> list[tuple[int, str]]:
+    outside = [layer for layer in layers if layer.block is None and layer.role is not Role.LM_HEAD]
+    if not outside:
+        return []
+    names = ", ".join(layer.name for layer in outside[:3])
+    return [(len(outside), f"projection(s) outside of the blocks that are no output layer: {names}")]

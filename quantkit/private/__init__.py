@@ -1,0 +1,1 @@
+"""Private inference: a model split between a client and a host."""

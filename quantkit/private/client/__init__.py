@@ -1,0 +1,1 @@
+"""The client of split inference: embedding and head run here."""

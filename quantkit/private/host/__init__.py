@@ -1,0 +1,1 @@
+"""The host of split inference: the blocks run here."""

@@ -1,1 +1,0 @@
-"""A decoder split between a client with tables and head and a host that sees features out of order."""

@@ -1,0 +1,140 @@
+"""Calibration text as windows of token ids: the bundled text, a user's file, or ids in a `.npy` file.
+
+Windows do not overlap and are spread over the whole text: it is cut into as many equal stretches as windows
+are wanted, and each gives one window from a seeded place. A text that is shorter gives fewer windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.model.model_map import EmbeddingKind, ModelMap
+
+# Letters: B windows, T tokens of a window, N tokens of the text, R and C rows and columns of a user's ids.
+Ints = NDArray[np.int64]
+NUM_WINDOWS, LENGTH = 32, 512
+BUNDLED = "bundled calibration text"
+
+
+def context_length(model_map: ModelMap) -> int | None:
+    """The longest window that the model takes; None where its positions have no end."""
+    for table in model_map.embeddings:
+        if table.kind is EmbeddingKind.POSITION:
+            return table.num_rows - model_map.position_offset
+    return model_map.max_positions
+
+
+def calibration_tokens(
+    *,
+    encode: Callable[[str], list[int]],
+    vocab_size: int,
+    source: Path | None = None,
+    num_windows: int = NUM_WINDOWS,
+    length: int = LENGTH,
+    context: int | None = None,
+    seed: int = 0,
+) -> Ints:
+    """Windows [B, T] of the text at `source` (`.npy`: of token ids), or of the bundled one."""
+    length = length if context is None else min(length, context)
+    if num_windows < 1 or length < 1:
+        raise InputError(
+            f"{num_windows} windows of {length} tokens", where="calibration", allowed="1 or more of each"
+        )
+    where = BUNDLED if source is None else str(source)
+    if source is not None and source.suffix.lower() == ".npy":
+        ids = _read_ids(source)
+    else:
+        ids = np.asarray(encode(_read_text(source)), np.int64)
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise InputError(
+            f"token ids from {int(ids.min())} to {int(ids.max())}",
+            where=where,
+            allowed=f"0 to {vocab_size - 1}, the model's vocabulary",
+            next_step="encode the text with the tokenizer that belongs to the model",
+        )
+    chances = np.random.default_rng(seed)
+    if ids.ndim == 2:
+        return _choose_rows(ids, num_windows, length, chances, where)
+    num_windows = min(num_windows, len(ids) // length)
+    if not num_windows:
+        raise _too_short(len(ids), length, where)
+    ends = np.linspace(0, len(ids), num_windows + 1).astype(np.int64)
+    starts = [int(chances.integers(ends[i], ends[i + 1] - length + 1)) for i in range(num_windows)]
+    return np.stack([ids[begin : begin + length] for begin in starts])
+
+
+def _choose_rows(
+    ids_RC: Ints, num_windows: int, length: int, chances: np.random.Generator, where: str
+) -> Ints:
+    """Rows of ids are windows already; longer ones are cut into several."""
+    length = min(length, ids_RC.shape[1])
+    if not ids_RC.size:
+        raise _too_short(0, max(length, 1), where)
+    pieces = ids_RC.shape[1] // length
+    windows_BT = ids_RC[:, : pieces * length].reshape(-1, length)
+    if len(windows_BT) <= num_windows:
+        return windows_BT
+    ends = np.linspace(0, len(windows_BT), num_windows + 1).astype(np.int64)
+    return windows_BT[[int(chances.integers(ends[i], ends[i + 1])) for i in range(num_windows)]]
+
+
+def _too_short(found: int, needed: int, where: str) -> InputError:
+    return InputError(
+        f"{found} tokens for calibration, {needed} are needed for one window",
+        where=where,
+        next_step="give a longer text, or a shorter window",
+    )
+
+
+def _read_text(source: Path | None) -> str:
+    if source is None:
+        bundled = resources.files("quantkit") / "assets" / "demo" / "calibration.txt"
+        return bundled.read_text(encoding="utf-8")
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(source, f"cannot be read ({error})") from error
+    if "\0" in text:  # two-byte encodings of plain English decode without an error, with zeros between
+        raise _unreadable(source, "holds zero bytes, which no text in UTF-8 does")
+    if not text.strip():
+        raise _unreadable(source, "the calibration text is empty")
+    return text
+
+
+def _unreadable(source: Path, what: str) -> InputError:
+    return InputError(
+        what,
+        where=str(source),
+        allowed="a text file in UTF-8, or token ids in .npy",
+        next_step="check --calibration-text, or save the file again as UTF-8",
+    )
+
+
+def _read_ids(source: Path) -> Ints:
+    try:
+        ids: NDArray[Any] = np.load(source, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(
+            f"cannot be read as token ids ({error})",
+            where=str(source),
+            allowed="an array of whole numbers written by numpy.save",
+            next_step="check --calibration-text",
+        ) from error
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
+        shape = f"{ids.dtype} of {ids.ndim} dimensions" if isinstance(ids, np.ndarray) else "several arrays"
+        raise InputError(
+            f"holds {shape}",
+            where=str(source),
+            allowed="whole numbers: one row of token ids, or one row for each window",
+            next_step="save the ids with numpy.save as int64",
+        )
+    if ids.dtype == np.uint64 and ids.size:
+        ids = np.minimum(ids, np.uint64(np.iinfo(np.int64).max))  # an id that large is refused by its value
+    return ids.astype(np.int64)

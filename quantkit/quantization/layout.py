@@ -1,0 +1,365 @@
+"""The records of tensors: what a quantized model holds, as data, before and after it is written.
+
+A *pack* is what one matrix multiplication reads: one projection, or query, key and value of a block
+together, because one multiplication of three is faster than three. A *table* is an embedding. Both are
+decided from the map and the plan alone, so that sizes and offsets are known before a weight is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.model.model_map import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Role, Rows
+from quantkit.plan.formats import FLOAT, Format, Grid, Scheme, format_for, in_blocks
+from quantkit.plan.plan import Plan
+from quantkit.plan.select import matches
+from quantkit.quantization.grid import Floats, decode, from_bytes, from_halves
+
+DTYPES: dict[str, Any] = {  # as safetensors spells them
+    "F32": np.float32,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "U16": np.uint16,
+}
+HALVES = ("high", "low")  # of codes of 16 bits
+LARGEST_GROUP_BLOCK = 64  # of a block-diagonal weight whose scheme has no blocks
+PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
+assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor of a quantized checkpoint."""
+
+    name: str
+    dtype: str  # as safetensors spells it: F32, I8, U8, U16
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * int(np.dtype(DTYPES[self.dtype]).itemsize)
+
+
+def planned_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes that tensors take, from their shapes alone."""
+    return sum(spec.num_bytes for spec in specs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Where a tensor lies in the file."""
+
+    spec: TensorSpec
+    offset: int  # from the start of the file
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """An opened quantized checkpoint."""
+
+    path: Path
+    slots: Mapping[str, Slot]
+    description: Mapping[str, Any]
+
+    def read(self, name: str) -> NDArray[Any]:
+        """One tensor."""
+        slot = self.slots[name]
+        values = np.fromfile(
+            self.path, DTYPES[slot.spec.dtype], math.prod(slot.spec.shape), offset=slot.offset
+        )
+        return values.reshape(slot.spec.shape)
+
+    def weight_OI(self, name: str, grid: Grid, columns: int) -> Floats:
+        """The values that the stored codes of a matrix stand for."""
+        scales = self.read(f"{name}.scales")
+        if grid.in_halves:
+            codes_OI = from_halves(*(self.read(f"{name}.{half}") for half in HALVES))
+            return np.asarray(codes_OI * scales[:, None], np.float32)
+        if grid.block is None and f"{name}.codes_IO" in self.slots:
+            return np.ascontiguousarray((self.read(f"{name}.codes_IO") * scales).T, np.float32)
+        codes, zeros = from_bytes(self.read(f"{name}.codes"), grid.bits, grid.block or columns), None
+        if not grid.is_symmetric:
+            zeros = from_bytes(self.read(f"{name}.zeros"), grid.bits, grid.num_blocks(columns))
+        return decode(codes, scales, columns, zeros)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pack:
+    """Projections that are multiplied together, in the order of their rows."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    format: Format | None  # None: left as it was
+    table: str | None = None  # the embedding whose float table it reads instead of weights of its own
+    adds_bias: bool = False  # a bias of its own, which the original has not: it mends what rounding shifts
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of its weights."""
+        return self.format.grid if self.format else None
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight as it is stored: of a block-diagonal one, those of a block."""
+        return self.layers[0].in_features // self.num_groups
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks on the diagonal, stored one above the other; 1 for a dense weight."""
+        return self.layers[0].num_groups
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all its projections."""
+        return sum(layer.out_features for layer in self.layers)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any of its projections adds a bias; the others then add zeros."""
+        return self.adds_bias or any(layer.has_bias for layer in self.layers)
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """What is stored of it: weights, then scales, then bias, then what its input is rounded with."""
+        weights = _matrix_tensors(self.name, self.out_features, self.in_features, self.grid)
+        bits = self.format.input_bits if self.format else None
+        return (
+            *(() if self.table else weights),
+            *([_floats(f"{self.name}.bias", self.out_features)] if self.has_bias else []),
+            *([_floats(f"{self.name}.input_scale")] if bits else []),
+            *([TensorSpec(name=f"{self.name}.input_zero", dtype=f"U{bits}", shape=())] if bits else []),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableEntry:
+    """An embedding: a table of its own, or rows of the pack whose weights it shares."""
+
+    table: Embedding
+    grid: Grid | None
+    shares: str | None = None  # the pack, or the other table, that holds it
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """What is stored of it; nothing where it is shared."""
+        if self.shares:
+            return ()
+        rows, columns = self.table.num_rows, self.table.num_columns
+        if self.grid is None:
+            return (_floats(f"{self.table.name}.weight", rows, columns),)
+        return _block_tensors(self.table.name, rows, columns, self.grid)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """All that is stored of a model."""
+
+    packs: tuple[Pack, ...]
+    tables: tuple[TableEntry, ...]
+    norms: tuple[Norm, ...]
+    norm_biases: frozenset[str]
+    loose: tuple[tuple[str, tuple[int, ...]], ...] = ()  # parameters that are none of these
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every stored tensor."""
+        found = [spec for pack in self.packs for spec in pack.tensors()]
+        found += [spec for entry in self.tables for spec in entry.tensors()]
+        for norm in self.norms:
+            found.append(_floats(f"{norm.name}.weight", norm.features))
+            if norm.name in self.norm_biases:
+                found.append(_floats(f"{norm.name}.bias", norm.features))
+        found.extend(_floats(name, *shape) for name, shape in self.loose)
+        return tuple(found)
+
+    def pack_of(self, role: Role, block: str | None = None) -> Pack | None:
+        """The pack that a role's projection is in; outside of blocks where none is named."""
+        packs = (pack for pack in self.packs if pack.layers[0].block == block)
+        return next((pack for pack in packs if any(layer.role is role for layer in pack.layers)), None)
+
+
+def _floats(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, dtype="F32", shape=shape)
+
+
+def _matrix_tensors(name: str, rows: int, columns: int, grid: Grid | None) -> tuple[TensorSpec, ...]:
+    if grid is None:
+        return (_floats(f"{name}.weight_IO", columns, rows),)
+    if grid.in_halves:
+        halves = [TensorSpec(name=f"{name}.{half}", dtype="I8", shape=(rows, columns)) for half in HALVES]
+        return (*halves, _floats(f"{name}.scales", rows))
+    if grid.block is None:  # the operator for per-channel weights reads them transposed
+        codes = TensorSpec(name=f"{name}.codes_IO", dtype="I8", shape=(columns, rows))
+        return (codes, _floats(f"{name}.scales", rows))
+    return _block_tensors(name, rows, columns, grid)
+
+
+def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[TensorSpec, ...]:
+    blocks, size = grid.num_blocks(columns), grid.block or columns
+    codes = TensorSpec(name=f"{name}.codes", dtype="U8", shape=(rows, blocks, -(-size * grid.bits // 8)))
+    zeros = TensorSpec(name=f"{name}.zeros", dtype="U8", shape=(rows, -(-blocks * grid.bits // 8)))
+    scales = _floats(f"{name}.scales", rows, blocks)
+    return (codes, scales) if grid.is_symmetric else (codes, scales, zeros)
+
+
+def formats_of(
+    model_map: ModelMap, scheme: Scheme, own: Mapping[str, str] | None = None
+) -> dict[str, Format]:
+    """The format of every projection under a scheme; of `own`, pattern -> scheme, the last match counts."""
+    found = {
+        layer.name: scheme.head if layer.role is Role.LM_HEAD else scheme.body for layer in model_map.layers
+    }
+    for pattern, name in (own or {}).items():
+        for layer in model_map.layers:
+            if name != FLOAT and matches(layer, pattern):
+                found[layer.name] = format_for(name, is_head=layer.role is Role.LM_HEAD)
+    return found
+
+
+def for_groups(chosen: Format, layer: Layer) -> Format:
+    """The format with blocks that fill the inputs of a head evenly, where that can be; dense ones keep it.
+
+    Weights with one scale a row are stored transposed, in which a head's rows do not lie together.
+    """
+    if layer.num_groups == 1:
+        return chosen
+    width, largest = layer.in_features // layer.num_groups, chosen.grid.block or LARGEST_GROUP_BLOCK
+    fitting = [size for size in (256, 128, 64, 32, 16) if size <= largest and width % size == 0]
+    return in_blocks((*fitting, 16)[0], bits=chosen.grid.bits, is_symmetric=chosen.grid.is_symmetric)
+
+
+def contents_of(
+    model_map: ModelMap,
+    plan: Plan,
+    formats: Mapping[str, Format] | Format,
+    *,
+    table_grid: Grid | None = None,
+    packs_attention: bool = True,
+    adds_biases: bool = False,
+) -> Contents:
+    """What the quantized model holds: planned projections in their format, tables beside or inside them.
+
+    Without `packs_attention`, packs are the matrices as the original multiplies them, rows in stored order.
+    """
+    planned = {layer.name for layer in plan.layers if layer.quantized}
+    model_map = model_map.at_inference
+    layers = {layer.name: layer for layer in model_map.layers}
+
+    def format_of(name: str) -> Format | None:
+        if name not in planned:
+            return None
+        return for_groups(formats if isinstance(formats, Format) else formats[name], layers[name])
+
+    if table_grid is None:
+        table_grid = formats.grid if isinstance(formats, Format) else Grid(block=128)
+    pack = _pack if packs_attention else _pack_as_stored
+    packs = pack(model_map, {layer.name: format_of(layer.name) for layer in model_map.layers})
+    if adds_biases:
+        packs = tuple(replace(each, adds_bias=each.grid is not None) for each in packs)
+    holders = {pack.layers[0].tied_to: pack for pack in packs if pack.layers[0].tied_to and pack.grid}
+    tables = []
+    for table in model_map.embeddings:
+        holder = holders.get(table.name)
+        # A table that no projection reads follows the same rule, as long as anything is quantized at all.
+        # One that a float head reads stays as that head needs it.
+        is_large = max(table.num_rows, table.num_columns) >= plan.min_dim and bool(planned)
+        is_large = is_large and table.name not in {pack.table for pack in packs}
+        tables.append(
+            TableEntry(
+                table=table,
+                grid=holder.grid if holder else (table_grid if is_large else None),
+                shares=holder.name if holder else table.tied_to,
+            )
+        )
+    with_bias = frozenset(norm.name for norm in model_map.norms if norm.num_parameters > norm.features)
+    return Contents(
+        packs=packs,
+        tables=tuple(tables),
+        norms=model_map.norms,
+        norm_biases=with_bias,
+        loose=tuple((entry.name, entry.shape) for entry in model_map.unmapped),
+    )
+
+
+def _pack(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pack, ...]:
+    groups: dict[Any, list[Layer]] = {}
+    for layer in model_map.layers:
+        joins = layer.role in PACKED_ROLES and layer.block and not layer.is_cross_attention
+        key = (layer.block, formats[layer.name], layer.in_features) if joins else layer.name
+        groups.setdefault(key, []).append(layer)
+    packs: list[Pack] = []
+    for members in groups.values():
+        roles = tuple(member.role for member in members)
+        whole = [members] if roles == PACKED_ROLES or len(members) == 1 else [[each] for each in members]
+        packs.extend(
+            Pack(
+                name=_pack_name(part),
+                layers=tuple(part),
+                format=formats[part[0].name],
+                table=None if formats[part[0].name] else part[0].tied_to,
+            )
+            for part in whole
+        )
+    return tuple(packs)
+
+
+def _pack_as_stored(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pack, ...]:
+    """Stored matrices, cut only where the format changes from one run of rows to the next."""
+    packs: list[Pack] = []
+    for matrix in model_map.matrices:
+        runs = [
+            replace(layer, rows=Rows(start=start, length=layer.rows.length, stride=layer.rows.length))
+            for layer in model_map.layers
+            if layer.matrix == matrix
+            for start in range(
+                layer.rows.start, layer.rows.start + layer.rows.stride * layer.rows.count, layer.rows.stride
+            )
+        ]
+        runs = [
+            replace(run, out_features=run.rows.length) for run in sorted(runs, key=lambda r: r.rows.start)
+        ]
+        cuts = [list(part) for _, part in itertools.groupby(runs, key=lambda run: formats[run.name])]
+        packs.extend(
+            Pack(
+                name=matrix if len(cuts) == 1 else f"{matrix}[{part[0].rows.start}:]",
+                layers=tuple(part),
+                format=formats[part[0].name],
+                table=None if formats[part[0].name] else part[0].tied_to,
+            )
+            for part in cuts
+        )
+    return tuple(packs)
+
+
+def _pack_name(layers: list[Layer]) -> str:
+    first = layers[0]
+    if len(layers) == 1:
+        return first.name
+    if all(layer.matrix == first.matrix for layer in layers):
+        return first.matrix
+    parent = first.name.rsplit(".", 1)[0]
+    return f"{parent}.{'+'.join(layer.name.rsplit('.', 1)[-1] for layer in layers)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What calibration saw of one matrix's input; None where it was not asked for."""
+
+    num_rows: int  # tokens
+    second_moment_II: NDArray[np.float32] | None = None  # mean over tokens of x x^T
+    peak_I: NDArray[np.float32] | None = None  # largest magnitude of each channel
+    mean_I: NDArray[np.float32] | None = None
+    mean_magnitude_I: NDArray[np.float32] | None = None
+    low: float | None = None  # range of the whole input
+    high: float | None = None
+    quantiles: Mapping[str, tuple[float, float]] | None = None  # "99.9", "mse8", "mse16" -> (low, high)
+    sample_TI: NDArray[np.float32] | None = None  # some tokens, drawn with a seed
+    gradient_OO: NDArray[np.float32] | None = None  # of the gradients at one projection's outputs
+    num_gradients: int = 0  # tokens that it is of

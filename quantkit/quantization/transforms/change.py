@@ -1,0 +1,89 @@
+"""The one mechanism behind every transform: a basis for each space, which writers absorb and readers undo.
+
+What a space forbids raises with its reason. A rotation of the residual folds the norms on it first, because
+only then do they not see it; everything else takes the model as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quantkit.model.model_map import ModelMap, Role
+from quantkit.model.weights.tensors import TensorSource
+from quantkit.quantization.transforms.basis import Basis, Heads, Space
+from quantkit.quantization.transforms.draft import Draft
+from quantkit.quantization.transforms.fold import fold, require
+from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.spaces import require_spaces
+
+
+def apply_change(
+    model_map: ModelMap,
+    source: TensorSource,
+    changes: Mapping[str, Basis],
+    *,
+    unties_head: bool = False,
+    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+) -> tuple[ModelMap, TransformedTensors]:
+    """The model with each named space in another basis; nothing is computed before it is read."""
+    spaces = {space.name: space for space in require_spaces(model_map)}
+    for name, basis in changes.items():
+        space = require(model_map, spaces.get(name), name, basis.kind, spaces, unties_head=unties_head)
+        assert basis.width == space.width, f"{name} is {space.width} wide, the change {basis.width}"
+    residual = spaces["residual"]
+    if "residual" in changes and changes["residual"].kind == "orthogonal":
+        model_map, source = fold(
+            model_map, source, unties_head=unties_head, dtype=dtype, norms=residual.norms
+        )
+    draft = Draft(model_map, source, dtype)
+    if any(basis.kind not in spaces[name].permits for name, basis in changes.items()) and any(
+        layer.tied_to for layer in model_map.layers
+    ):
+        draft.untie_head()
+    for name, basis in changes.items():
+        _put(draft, spaces[name], basis)
+    return draft.finish()
+
+
+def _put(draft: Draft, space: Space, basis: Basis) -> None:
+    writers, readers = draft.layers(space.writers), draft.layers(space.readers)
+    if space.kind == "norm_output":
+        norm = next(norm for norm in draft.map.norms if norm.name == space.name)
+        draft.write_norm(norm, basis)
+        draft.read(readers, basis)
+    elif space.kind == "ffn_hidden":
+        for layer in writers:
+            if not (basis.kind == "diagonal" and layer.role is Role.FFN_GATE):  # a curve stands behind it
+                draft.write(layer, basis)
+        draft.read(readers, basis)
+    elif space.kind == "value_heads":
+        _put_in_heads(draft, space, basis)
+    else:
+        _put_in_stream(draft, space, basis)
+
+
+def _put_in_heads(draft: Draft, space: Space, basis: Basis) -> None:
+    for_queries = basis.for_queries(space.head_dim, space.num_heads // space.num_kv_heads)
+    for layer in draft.layers(space.writers):
+        draft.write(layer, basis)
+    if isinstance(basis, Heads):
+        for layer in draft.layers(space.aligned):
+            draft.write(layer, for_queries if layer.role is Role.ATTENTION_QUERY else basis)
+    draft.read(draft.layers(space.readers), for_queries)
+
+
+def _put_in_stream(draft: Draft, space: Space, basis: Basis) -> None:
+    for table in draft.map.embeddings:
+        if table.name in space.writers:
+            draft.write_table(table, basis)
+    for layer in draft.layers(space.writers):
+        draft.write(layer, basis)
+    if basis.kind == "permutation":  # a rotation finds gains of one, which it leaves alone
+        for norm in draft.map.norms:
+            if norm.name in space.norms:
+                draft.write_norm(norm, basis)
+    # A tied head reads the table, which has the new basis already.
+    draft.read([layer for layer in draft.layers(space.readers) if not layer.tied_to], basis)

@@ -1,0 +1,117 @@
+"""Norms without gain and bias: what they multiplied and added goes into the projections that read them.
+
+A layer norm also takes the mean of the residual away. Where every writer of the residual does that to its own
+output, the sum has no mean left and the layer norm is an RMS norm, which a rotation does not disturb.
+https://arxiv.org/abs/2401.15024, section 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import InputError
+from quantkit.model.model_map import ModelMap, Norm, NormKind
+from quantkit.model.weights.tensors import TensorSource
+from quantkit.quantization.transforms.basis import Centring, Diagonal, Space
+from quantkit.quantization.transforms.draft import Draft
+from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.spaces import require_spaces
+
+UNTIE = (
+    "allow the head weights of its own (unties_head=True; it costs the size of the table), or leave it out"
+)
+
+
+def fold(
+    model_map: ModelMap,
+    source: TensorSource,
+    *,
+    unties_head: bool = False,
+    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+    norms: Collection[str] | None = None,
+    **_: object,
+) -> tuple[ModelMap, TransformedTensors]:
+    """Fold these norms, or all that only linears read; layer norms become RMS norms where all of them can."""
+    spaces = require_spaces(model_map)
+    outputs = {space.name: space for space in spaces if space.kind == "norm_output"}
+    residual = next(space for space in spaces if space.kind == "residual")
+    chosen = norms if norms is not None else [name for name, space in outputs.items() if _can(space)]
+    if not chosen:
+        raise InputError(
+            f"no norm can be folded: {next(iter(outputs.values())).why_not['diagonal']}",
+            where=model_map.name,
+            next_step="choose another transform for this model",
+        )
+    for name in chosen:
+        require(model_map, outputs.get(name), name, "diagonal", outputs, unties_head=unties_head)
+    by_name = {norm.name: norm for norm in model_map.norms}
+    draft = Draft(model_map, source, dtype)
+    if any("diagonal" not in outputs[name].permits for name in chosen):
+        draft.untie_head()
+    centres = (
+        "orthogonal" in residual.permits | residual.permits_untied
+        and set(residual.norms) <= set(chosen)
+        and any(by_name[name].kind is NormKind.LAYER_NORM for name in residual.norms)
+    )
+    for name in chosen:
+        _fold_one(draft, by_name[name], outputs[name], as_rms=centres and name in residual.norms)
+    if centres:
+        _centre(draft, residual)
+    return draft.finish()
+
+
+def require(
+    model_map: ModelMap,
+    space: Space | None,
+    name: str,
+    kind: Any,  # noqa: ANN401 - a BasisKind
+    known: Collection[str],
+    *,
+    unties_head: bool,
+) -> Space:
+    """The space, if this kind of change may be made in it; else an error that says why not."""
+    if space is None:
+        raise InputError(
+            f"it has no space '{name}'", where=model_map.name, allowed=", ".join(known), next_step="name one"
+        )
+    if kind in space.permits or (unties_head and kind in space.permits_untied):
+        return space
+    allowed = sorted(space.permits | (space.permits_untied if unties_head else frozenset()))
+    raise InputError(
+        f"a change of kind '{kind}' is forbidden in '{name}': {space.why_not[kind]}",
+        where=model_map.name,
+        allowed=", ".join(allowed) or "none in this space",
+        next_step=UNTIE if kind in space.permits_untied else "leave this space out",
+    )
+
+
+def _can(space: Space) -> bool:
+    return "diagonal" in space.permits | space.permits_untied
+
+
+def _fold_one(draft: Draft, norm: Norm, space: Space, *, as_rms: bool) -> None:
+    readers = draft.layers(space.readers)
+    gain_I = draft.tensors.exact(f"{norm.name}.weight") + draft.map.norm_gain_offset
+    if norm.num_parameters > norm.features:
+        bias_I = draft.tensors.exact(f"{norm.name}.bias")
+        if bias_I.any():
+            draft.add_to_bias(readers, bias_I)
+            readers = draft.layers(space.readers)
+    if (gain_I != 1).any():
+        draft.read(readers, Diagonal(factors_I=gain_I), inverse=False)
+    draft.set_norm(norm, as_rms=as_rms)
+
+
+def _centre(draft: Draft, residual: Space) -> None:
+    centring = Centring(width=residual.width)
+    for table in draft.map.embeddings:
+        if table.name in residual.writers:
+            draft.write_table(table, centring)
+    for layer in draft.layers(residual.writers):
+        draft.write(layer, centring)
+    blocks = tuple(replace(block, norm_kind=NormKind.RMS_NORM) for block in draft.map.blocks)
+    draft.map = replace(draft.map, blocks=blocks)

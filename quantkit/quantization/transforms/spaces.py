@@ -1,0 +1,212 @@
+"""The spaces of a model: vectors that a change of basis may be put into, each with the kinds it permits.
+
+SmoothQuant, rotation and permutation differ only in the matrix that writers absorb and readers undo. Which
+matrices leave the function as it is follows from what lies between writer and reader, and that is read from
+the map: an elementwise curve lets permutations through, a norm that only linears read lets scales through,
+an RMS norm whose gain has been folded lets rotations through. What no fact vouches for is forbidden with a
+reason, never tried.
+https://arxiv.org/abs/2211.10438 (scales), https://arxiv.org/abs/2401.15024 and 2404.00456 (rotations)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from quantkit.errors import InputError
+from quantkit.model.model_map import (
+    Activation,
+    Attention,
+    Block,
+    FfnKind,
+    Layer,
+    ModelMap,
+    Norm,
+    NormPlace,
+    NormPlacement,
+    PositionKind,
+    Role,
+)
+from quantkit.quantization.transforms.basis import BASIS_KINDS, BasisKind, Space
+from quantkit.quantization.transforms.residual import residual_space, strays_of
+
+NEEDED_ROLES = (
+    Role.ATTENTION_QUERY,
+    Role.ATTENTION_KEY,
+    Role.ATTENTION_VALUE,
+    Role.ATTENTION_OUT,
+    Role.FFN_UP,
+    Role.FFN_DOWN,
+)
+OF_THE_RESIDUAL = "a norm's input is the residual: permute or rotate that space"
+TIED = "the head shares the token table with the embedding: what goes into one would show in the other"
+
+
+def spaces_of(model_map: ModelMap) -> tuple[Space, ...]:
+    """Every space of the model; empty for an architecture without a row, whose roles are unknown."""
+    if model_map.family is None:
+        return ()
+    norms = tuple(_norm_outputs(model_map))
+    inner = [space for block in model_map.blocks for space in _in_block(model_map, block)]
+    return (*norms, *inner, residual_space(model_map, norms))
+
+
+def require_spaces(model_map: ModelMap) -> tuple[Space, ...]:
+    """The spaces, or an error that lists every role that the map lacks."""
+    spaces = spaces_of(model_map)
+    if not spaces:
+        known = {layer.role for layer in model_map.layers}
+        missing = ", ".join(role for role in NEEDED_ROLES if role not in known)
+        raise InputError(
+            f"no row in the families table, so it has no spaces: missing roles are {missing}",
+            where=model_map.name,
+            next_step="quantize it without a transform, or add its row to quantkit/model/families.py",
+        )
+    return spaces
+
+
+def _reasons(
+    permits: frozenset[BasisKind], given: Mapping[BasisKind, str], default: str
+) -> dict[BasisKind, str]:
+    """A reason for every kind that is not permitted."""
+    return {kind: given.get(kind, default) for kind in BASIS_KINDS if kind not in permits}
+
+
+def _stray(model_map: ModelMap, block: str | None) -> str | None:
+    """Something in a block that no fact describes, if there is any."""
+    layers = [each.name for each in model_map.layers if each.block == block and each.role is Role.OTHER]
+    layers += [each.name for each in model_map.unmapped if block and each.name.startswith(f"{block}.")]
+    return f"'{layers[0]}' has no role, so what it reads and writes is unknown" if block and layers else None
+
+
+def _norm_outputs(model_map: ModelMap) -> Iterator[Space]:
+    placements = {block.name: block.norm_placement for block in model_map.blocks}
+    for norm in model_map.norms:
+        if norm.place in (NormPlace.QUERY, NormPlace.KEY):
+            continue
+        readers = [layer for layer in model_map.layers if layer.matrix in norm.feeds]
+        reason = _why_not_scaled(norm, readers, placements) or _stray(model_map, norm.block)
+        reason = reason or (None if norm.block else _stray_reader(model_map, norm))
+        reason = reason or _why_shared(model_map, norm, readers)
+        is_tied = any(layer.tied_to for layer in readers)
+        is_free = reason is None and not is_tied
+        permits: frozenset[BasisKind] = frozenset({"diagonal"} if is_free else set())
+        given: dict[BasisKind, str] = {"diagonal": reason or TIED}
+        yield Space(
+            name=norm.name,
+            kind="norm_output",
+            width=norm.features,
+            writers=(norm.name,),
+            readers=tuple(layer.name for layer in readers),
+            block=norm.block,
+            permits=permits,
+            permits_untied=frozenset({"diagonal"} if reason is None and is_tied else set()),
+            why_not=_reasons(permits, given, OF_THE_RESIDUAL),
+        )
+
+
+def _why_not_scaled(
+    norm: Norm, readers: Sequence[Layer], placements: Mapping[str, NormPlacement]
+) -> str | None:
+    """Why scales of this norm's output cannot go into its readers."""
+    stream = "the residual, which the next sum reads"
+    wrong = [layer for layer in readers if layer.in_features != norm.features]
+    is_read_inside = any(layer.block and not layer.is_cross_attention for layer in readers)
+    reasons = {
+        f"a post-norm: its output also is {stream}": placements.get(norm.block or "") is NormPlacement.POST,
+        f"it stands on a sublayer's output: what it gives goes into {stream}": (
+            not readers and norm.place in (NormPlace.AFTER_ATTENTION, NormPlace.AFTER_FFN)
+        ),
+        f"it stands on the embedding: its output is {stream}": (
+            norm.place is NormPlace.EMBEDDING and (not readers or is_read_inside)
+        ),
+        "no linear of the map reads it: its output is the model's": not readers,
+        f"'{wrong[0].name if wrong else ''}' reads another width": bool(wrong),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _why_shared(model_map: ModelMap, norm: Norm, readers: Sequence[Layer]) -> str | None:
+    """A projection that several norms feed, as blocks that share it do, can take the scales of none."""
+    fed = {layer.matrix for layer in readers if layer.aliases}
+    other = next((each for each in model_map.norms if each is not norm and fed & set(each.feeds)), None)
+    return f"what reads it is shared: '{other.name}' feeds it too" if other else None
+
+
+def _stray_reader(model_map: ModelMap, norm: Norm) -> str | None:
+    """A projection outside of blocks that may read a norm without the map saying so."""
+    names = [layer.name for layer in strays_of(model_map) if layer.in_features == norm.features]
+    return f"'{names[0]}' has no role and may read it" if names else None
+
+
+def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
+    members = [layer for layer in model_map.layers if layer.block == block.name]
+    stray = _stray(model_map, block.name)
+    if block.ffn:
+        yield _ffn_hidden(block, members, stray)
+    for attention in block.attentions:
+        yield _value_heads(block, attention, members, stray)
+
+
+def _names(members: Sequence[Layer], *roles: Role, is_cross: bool = False) -> tuple[str, ...]:
+    return tuple(
+        layer.name for layer in members if layer.role in roles and layer.is_cross_attention is is_cross
+    )
+
+
+def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Space:
+    ffn = block.ffn
+    assert ffn is not None
+    readers = _names(members, Role.FFN_DOWN)
+    is_whole = len(readers) == 1 and not any(each.role is Role.FFN_LATENT and each.calls for each in members)
+    stray = stray or (None if is_whole else "its FFN is not one up and one down projection")
+    is_homogeneous = ffn.kind is FfnKind.GATED or ffn.activation is Activation.RELU
+    is_known = ffn.activation is not Activation.OTHER
+    permits: frozenset[BasisKind] = frozenset()
+    if stray is None:
+        permits |= {"diagonal"} if is_homogeneous else set()
+        permits |= {"permutation"} if is_known else set()
+    given: dict[BasisKind, str] = {
+        "diagonal": f"{ffn.display_name} of a scaled value is not its scaled {ffn.display_name}",
+        "permutation": "its activation is unknown and may mix channels",
+    }
+    return Space(
+        name=f"{block.name}.ffn_hidden",
+        kind="ffn_hidden",
+        width=ffn.hidden_features,
+        writers=_names(members, Role.FFN_GATE, Role.FFN_UP),
+        readers=readers,
+        block=block.name,
+        permits=permits,
+        why_not=_reasons(
+            permits,
+            given if stray is None else {},
+            stray or "a curve stands between up and down, and it works channel by channel",
+        ),
+    )
+
+
+def _value_heads(block: Block, attention: Attention, members: Sequence[Layer], stray: str | None) -> Space:
+    cross = attention.is_cross
+    permits: frozenset[BasisKind] = frozenset()
+    told_by_head = attention.position in (PositionKind.ALIBI, PositionKind.RELATIVE)
+    if stray is None:
+        permits |= {"diagonal", "permutation", "per_head_orthogonal"}
+        permits |= set() if told_by_head else {"head_permutation"}
+    given: dict[BasisKind, str] = {
+        "orthogonal": "each head weighs its values with weights of its own, so heads cannot be mixed",
+        "head_permutation": "positions are told by a bias of each head, so heads are not alike",
+    }
+    return Space(
+        name=f"{block.name}.{'cross_' if cross else ''}value_heads",
+        kind="value_heads",
+        width=attention.num_kv_heads * attention.head_dim,
+        writers=_names(members, Role.ATTENTION_VALUE, is_cross=cross),
+        readers=_names(members, Role.ATTENTION_OUT, is_cross=cross),
+        block=block.name,
+        permits=permits,
+        why_not=_reasons(permits, given if stray is None else {}, stray or "forbidden"),
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        aligned=_names(members, Role.ATTENTION_QUERY, Role.ATTENTION_KEY, is_cross=cross),
+    )

@@ -1,0 +1,1 @@
+"""The machine: hardware, installed runtimes, measured throughput."""

@@ -1,0 +1,258 @@
+"""What the running machine reaches: read bandwidth, FP32 and INT8 arithmetic, the cost of starting a node.
+
+The machine table holds peaks; these figures are what onnxruntime's own kernels reach here, which is what a
+roofline for `--device this` should be drawn with. Each is the median of repeated runs after a warm-up, kept
+with its spread. Bandwidth is read by numpy: a plain sum keeps up with memory, and numpy releases the GIL, so
+that one thread for each core reads a part of its own.
+
+The models come in as bytes, since building ONNX is the exporter's business:
+
+    models = quantkit.export.probes.build_probe_models()
+    measured = measure_throughput(**{field.name: getattr(models, field.name) for field in fields(models)})
+
+A measurement takes about three seconds and is cached for the same processor, onnxruntime and quantkit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import quantkit
+from quantkit.model.model_map import to_json
+from quantkit.runtime.machine.checks import onnxruntime_wheels
+from quantkit.runtime.machine.facts import read_cpu, read_memory
+
+BUFFER_BYTES = 256 << 20  # several times the last-level cache of a desktop or a small server
+BUFFER_BYTES_PER_THREAD = 32 << 20  # the cache of large servers grows with their cores, up to 12 MB for each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Repeated runs of one thing."""
+
+    num_samples: int
+    median_ms: float
+    fastest_ms: float
+    slowest_ms: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """What was measured; 1 GB = 1e9 bytes, 1 tera-op = 1e12 operations a second, a MAC counted as 2."""
+
+    bandwidth_gb_per_s: float  # reading
+    fp32_tera_ops: float
+    int8_tera_ops: float  # the faster of the two integer kernels below
+    integer_matmul_tera_ops: float  # MatMulInteger: the bare integer product
+    block_matmul_tera_ops: float  # MatMulNBits: with the quantization of its activations
+    dispatch_us: float  # one tiny node within a running graph; one that splits over threads costs more
+    num_threads: int
+    buffer_bytes: int
+    timings: dict[str, Timing]
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the typical run was far slower than the fastest: something else was using the machine."""
+        return any(timing.median_ms > 1.5 * timing.fastest_ms for timing in self.timings.values())
+
+
+def measure_throughput(
+    *,
+    float_matmul: bytes,
+    integer_matmul: bytes,
+    block_matmul: bytes,
+    chain: bytes,
+    num_operations: int,
+    num_chain_nodes: int,
+    num_threads: int | None = None,
+    seconds: float = 2.5,
+) -> Throughput:
+    """Measure this machine for about `seconds`, setting up aside, with one thread for each usable core."""
+    threads = num_threads or read_cpu().num_threads
+    share = seconds / 5
+    buffer_bytes = _buffer_bytes(threads, read_memory().available_bytes)
+    timings = {
+        "float_matmul": _time_model(float_matmul, threads, share),
+        "integer_matmul": _time_model(integer_matmul, threads, share),
+        "block_matmul": _time_model(block_matmul, threads, share),
+        # Unoptimised, so that every node of the chain is run as it is written.
+        "chain": _time_model(chain, threads, share, optimise=False),
+        "read": _time_read(buffer_bytes, threads, share),
+    }
+    tera_ops = {
+        name: num_operations / (timing.median_ms * 1e-3) / 1e12
+        for name, timing in timings.items()
+        if name.endswith("matmul")
+    }
+    return Throughput(
+        bandwidth_gb_per_s=buffer_bytes / (timings["read"].median_ms * 1e-3) / 1e9,
+        fp32_tera_ops=tera_ops["float_matmul"],
+        int8_tera_ops=max(tera_ops["integer_matmul"], tera_ops["block_matmul"]),
+        integer_matmul_tera_ops=tera_ops["integer_matmul"],
+        block_matmul_tera_ops=tera_ops["block_matmul"],
+        dispatch_us=timings["chain"].median_ms * 1e3 / num_chain_nodes,
+        num_threads=threads,
+        buffer_bytes=buffer_bytes,
+        timings=timings,
+    )
+
+
+def median_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
+    """How fast memory is read just now, as a median of some runs."""
+    num_bytes, timing = _time_reading(num_threads, seconds)
+    return num_bytes / timing.median_ms / 1e6
+
+
+def read_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
+    """The fastest that memory was read just now: what no model on these threads can beat by much."""
+    num_bytes, timing = _time_reading(num_threads, seconds)
+    return num_bytes / timing.fastest_ms / 1e6
+
+
+def _time_reading(num_threads: int, seconds: float) -> tuple[int, Timing]:
+    num_bytes = _buffer_bytes(num_threads, read_memory().available_bytes)
+    return num_bytes, _time_read(num_bytes, num_threads, seconds)
+
+
+def machine_key() -> dict[str, str | int]:
+    """What a measurement depends on: another value of any of these asks for a new one."""
+    cpu = read_cpu()
+    wheels = onnxruntime_wheels(importlib.metadata.distributions())
+    return {
+        "cpu": cpu.model,
+        "logical_cores": cpu.logical_cores,
+        "num_threads": cpu.num_threads,
+        "onnxruntime": ", ".join(f"{name} {version}" for name, version in sorted(wheels.items())),
+        "quantkit": quantkit.__version__,
+    }
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """$QUANTKIT_CACHE, else $XDG_CACHE_HOME/quantkit, else ~/.cache/quantkit."""
+    variables = os.environ if environment is None else environment
+    if variables.get("QUANTKIT_CACHE"):
+        return Path(variables["QUANTKIT_CACHE"]).expanduser()
+    xdg = Path(variables.get("XDG_CACHE_HOME", ""))  # a relative one is to be ignored, says its specification
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "quantkit"
+
+
+def cache_path(key: Mapping[str, str | int]) -> Path:
+    """The file that holds the measurement of this key."""
+    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"machine-{digest[:16]}.json"
+
+
+def read_cache(key: Mapping[str, str | int]) -> Throughput | None:
+    """The cached measurement, or None when there is none or it is damaged: measuring again costs seconds."""
+    try:
+        content = json.loads(cache_path(key).read_text(encoding="utf-8"))
+        throughput = _from_json(content["throughput"])
+        is_same_machine = content["key"] == dict(key)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return throughput if is_same_machine else None
+
+
+def write_cache(key: Mapping[str, str | int], throughput: Throughput) -> bool:
+    """Keep a measurement, replacing the file at once; False when the folder cannot be written."""
+    path = cache_path(key)
+    text = json.dumps({"key": dict(key), "throughput": to_json(throughput)}, indent=2) + "\n"
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False
+        ) as file:
+            temporary = file.name
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _from_json(values: Any) -> Throughput:  # noqa: ANN401 - whatever the file held
+    """The record that was written, or an exception when a figure is missing or impossible."""
+    names = {field.name for field in dataclasses.fields(Throughput)}
+    if set(values) != names:
+        raise ValueError("fields differ")
+    numbers = [value for name, value in values.items() if name != "timings"]
+    if not all(
+        isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers
+    ):
+        raise ValueError("a figure is not a positive number")
+    timings = {name: Timing(**timing) for name, timing in values["timings"].items()}
+    return Throughput(**{**values, "timings": timings})
+
+
+def _time_model(model: bytes, num_threads: int, seconds: float, *, optimise: bool = True) -> Timing:
+    """Run a one-input model on the CPU; small non-negative values suit every kernel."""
+    import onnxruntime  # noqa: PLC0415 - heavy
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.log_severity_level = 3
+    if not optimise:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    (model_input,) = session.get_inputs()
+    generator = np.random.default_rng(0)
+    values: npt.NDArray[Any] = generator.integers(0, 128, model_input.shape).astype(np.uint8)
+    if model_input.type == "tensor(float)":
+        values = values.astype(np.float32) / 127
+    feeds = {model_input.name: values}
+    return _time(lambda: session.run(None, feeds), seconds)
+
+
+def _time_read(buffer_bytes: int, num_threads: int, seconds: float) -> Timing:
+    """Sum a buffer of ones, each thread its own part; the sums are checked, so nothing can be skipped."""
+    num_values = buffer_bytes // 8 // num_threads
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = list(pool.map(lambda _: np.ones(num_values), range(num_threads)))
+
+        def read() -> None:
+            sums = list(pool.map(np.sum, parts))
+            assert all(total == num_values for total in sums), "the buffer was not read whole"
+
+        return _time(read, seconds)
+
+
+def _time(run: Callable[[], object], seconds: float) -> Timing:
+    """Two runs to warm up, then runs until the time is up, at least three."""
+    run()
+    run()
+    samples_ms: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(samples_ms) < 3 or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        run()
+        samples_ms.append((time.perf_counter() - start) * 1e3)
+    return Timing(
+        num_samples=len(samples_ms),
+        median_ms=statistics.median(samples_ms),
+        fastest_ms=min(samples_ms),
+        slowest_ms=max(samples_ms),
+    )
+
+
+def _buffer_bytes(num_threads: int, available_bytes: int) -> int:
+    """Well beyond the caches, at most a quarter of the free memory, the same whole part for each thread."""
+    wanted = min(max(BUFFER_BYTES, BUFFER_BYTES_PER_THREAD * num_threads), available_bytes // 4)
+    return wanted // (8 * num_threads) * (8 * num_threads)

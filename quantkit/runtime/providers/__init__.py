@@ -1,0 +1,1 @@
+"""Execution providers: which exist, what they run, how fast."""

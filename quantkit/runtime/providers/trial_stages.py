@@ -1,0 +1,340 @@
+"""What a provider's trial does, stage by stage, in the process that `provider_trial` started for it.
+
+A stage puts what it found into `Trial.found` and may fail without taking the later ones with it, once a
+session has started. Fused decoders are timed with their caches in place, traced ones with caches that grow,
+and graphs of fixed sizes by running each file on what it declares: the one that takes several tokens is
+the prompt's, the one that takes a single token makes the next. A provider that compiles is started twice:
+from the graphs, which leaves what it compiled beside them, and at the end from that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import psutil
+from numpy.typing import NDArray
+
+from quantkit.model.model_map import to_json
+from quantkit.runtime.encoder import ENDS
+from quantkit.runtime.machine.checks import check_provider
+from quantkit.runtime.machine.facts import read_cpu, read_hardware
+from quantkit.runtime.providers.compiled import compile_kept, find
+from quantkit.runtime.providers.compiled import start as start_kept
+from quantkit.runtime.providers.placement import (
+    assigned,
+    explained,
+    feeds_of,
+    placement_of,
+    read_macs,
+    record_options,
+)
+from quantkit.runtime.providers.status import provider_status
+from quantkit.runtime.providers.table import RELU_MODEL, Provider, one_line, open_on
+from quantkit.runtime.session import State, decoder_of, start, step
+from quantkit.runtime.static_decoder import FOLDED_WEIGHTS
+from quantkit.runtime.traced import TracedState, go_on, read_prompt, traced_decoder
+
+FEWEST_RUNS, MOST_RUNS = 3, 15
+PATIENCE = 4.0  # times the seconds asked for, after which even fewer runs must do: emulators are slow
+PREFIX_STEP = 8
+# Whose graphs the CPU runs best with all weights made floats at the start.
+STATIC_TARGETS = ("npu", "openvino")
+
+
+@dataclass(kw_only=True, slots=True)
+class Trial:
+    """What was asked, what is open, and what was found so far."""
+
+    asked: argparse.Namespace
+    provider: Provider
+    found: dict[str, Any]
+    sessions: dict[Path, onnxruntime.InferenceSession] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phases:
+    """What is timed: a prompt, a token after it, and what comes untimed before a prompt."""
+
+    prompt_length: int
+    prefill: Callable[[], object]
+    step: Callable[[], object] | None = None
+    prepare: Callable[[], object] = lambda: None
+
+
+def look(trial: Trial) -> None:
+    """Is it installed, with a device?"""
+    status = provider_status(trial.provider.name)
+    if not status.usable:
+        finding = check_provider(status, read_hardware(read_cpu().model))
+        if not status.installed:
+            trial.found["cure"] = trial.provider.install
+            raise RuntimeError(status.why_not.partition(": pip ")[0])
+        assert finding is not None, "an installed provider without a device is a finding"
+        trial.found["cure"] = finding.cure
+        raise RuntimeError(finding.message)
+    trial.found |= {"device": ", ".join(status.devices) or None, "version": status.version}
+
+
+def load_library(trial: Trial) -> None:
+    """What the first session of a process pays for all of them, on a graph of one node."""
+    began = time.perf_counter()
+    with contextlib.suppress(Exception):  # a provider need not like that graph
+        open_on(trial.provider, RELU_MODEL, _options(trial))
+    trial.found["library_ms"] = (time.perf_counter() - began) * 1e3
+
+
+def _options(trial: Trial) -> onnxruntime.SessionOptions:
+    options = record_options(threads=trial.asked.threads)
+    if trial.provider.name == "cpu" and target_of(trial.asked.folder) in STATIC_TARGETS:
+        options.add_session_config_entry(*FOLDED_WEIGHTS)
+    return options
+
+
+def open_sessions(trial: Trial) -> None:
+    """Every file of the artifact, from the graph, and how long that takes."""
+    provider, target = trial.provider, target_of(trial.asked.folder)
+    trial.found["cure"] = f"quantize for it, or exclude what it refuses; it needs: {provider.needs}"
+    if target and not _is_made_for(provider, target):
+        trial.found["cure"] = (
+            f"quantkit quantize MODEL --target {provider.target}; it needs: {provider.needs}"
+        )
+    said: list[str] = trial.found.setdefault("said", [])
+    elapsed = 0.0
+    for path in sorted(trial.asked.folder.glob("*.onnx")):
+        kept = find(provider, path) if provider.keeps_compiled else None
+        began = time.perf_counter()
+        try:
+            if kept and not kept.context:
+                trial.sessions[path], why_not_kept = compile_kept(provider, path, lambda: _options(trial))
+                said += [f"{path.name}: {why_not_kept}"] if why_not_kept else []
+            else:
+                trial.sessions[path] = open_on(provider, str(path), _options(trial))
+        except Exception as error:
+            made_for = f"made for --target {target}: " if target else ""
+            raise RuntimeError(f"{path.name}, {made_for}{one_line(error)}") from error
+        elapsed += time.perf_counter() - began
+        if kept and kept.reason:
+            said.append(f"{path.name} was compiled again: {kept.reason}")
+    trial.found["start_ms"] = elapsed * 1e3
+    del trial.found["cure"]
+
+
+def start_again(trial: Trial) -> None:
+    """The same sessions from what the first start compiled, its checks included."""
+    if not trial.provider.keeps_compiled:
+        return
+    began = time.perf_counter()
+    for path in trial.sessions:
+        started = start_kept(trial.provider, path, lambda: _options(trial))
+        if not started.is_reused:
+            raise RuntimeError(started.said or f"what was compiled of {path.name} is not there any more")
+    trial.found["start_again_ms"] = (time.perf_counter() - began) * 1e3
+    trial.found["compile_ms"] = max(0.0, trial.found["start_ms"] - trial.found["start_again_ms"])
+
+
+def target_of(folder: Path) -> str | None:
+    """The target that an artifact says it was made for."""
+    try:
+        target = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return target if isinstance(target, str) else None
+
+
+def _is_made_for(provider: Provider, target: str) -> bool:
+    """`cpu` and `cpu-vnni` are made for the same."""
+    return target.partition("-")[0] == provider.target.partition("-")[0]
+
+
+def time_phases(trial: Trial) -> None:
+    """Milliseconds of prompts and of the tokens after them."""
+    asked = trial.asked
+    phases = phases_of(trial)
+    trial.found["prompt_length"] = phases.prompt_length
+    half = asked.seconds / 2
+    trial.found["prefill_ms"] = timed(phases.prefill, seconds=half, prepare=phases.prepare)
+    step_once = phases.step
+    if step_once is None:
+        return
+
+    def begin() -> None:
+        phases.prepare()
+        phases.prefill()
+
+    def go_on_for() -> None:
+        for _ in range(asked.decode):
+            step_once()
+
+    samples = timed(go_on_for, seconds=half, prepare=begin)
+    trial.found["decode_ms"] = [each / asked.decode for each in samples]
+
+
+def phases_of(trial: Trial) -> Phases:
+    """How this artifact runs."""
+    if len(trial.sessions) == 1:
+        (session,) = trial.sessions.values()
+        if not _fixed_length(session):
+            return _free_phases(trial, session)
+    lengths = {path: _fixed_length(session) for path, session in trial.sessions.items()}
+    prompts = [trial.sessions[path] for path, length in lengths.items() if length and length > 1]
+    steps = [trial.sessions[path] for path, length in lengths.items() if length == 1]
+    if not prompts and not steps:
+        raise RuntimeError("an encoder and its decoder in several files are timed on the CPU alone, by bench")
+    prompt, *_ = prompts or steps
+    return Phases(
+        prompt_length=_fixed_length(prompt) or 1,
+        prefill=_runs(prompt),
+        step=_runs(steps[0]) if steps else None,
+    )
+
+
+def _fixed_length(session: onnxruntime.InferenceSession) -> int | None:
+    """How many tokens a graph of fixed sizes takes."""
+    for each in session.get_inputs():
+        if each.name == "input_ids":
+            return each.shape[-1] if isinstance(each.shape[-1], int) else None
+    return None
+
+
+def _runs(session: onnxruntime.InferenceSession) -> Callable[[], object]:
+    feeds = feeds_of(session)
+    return lambda: session.run(None, feeds)
+
+
+def _free_phases(trial: Trial, session: onnxruntime.InferenceSession) -> Phases:
+    """One file that takes texts of any length."""
+    asked = trial.asked
+    ids = np.ones((1, asked.prompt), np.int64)
+    token = ids[:, :1]
+    decoder = decoder_of(session)
+    if not decoder.caches:
+        feeds = feeds_of(session, ids=ids)
+        return Phases(prompt_length=asked.prompt, prefill=lambda: session.run(None, feeds))
+    if decoder.metadata.get("kind", "decoder") != "decoder":
+        model, texts = traced_decoder(session), list[TracedState]()
+
+        def read() -> None:
+            texts[:] = [read_prompt(model, ids)[0]]
+
+        return Phases(prompt_length=asked.prompt, prefill=read, step=lambda: go_on(texts[0], token))
+    states: list[State] = []
+
+    def prepare() -> None:
+        states[:] = [start(decoder, batch=1, capacity=asked.prompt + asked.decode)]
+
+    return Phases(
+        prompt_length=asked.prompt,
+        prefill=lambda: step(states[0], ids),
+        step=lambda: step(states[0], token),
+        prepare=prepare,
+    )
+
+
+def timed(run: Callable[[], object], *, seconds: float, prepare: Callable[[], object]) -> list[float]:
+    """Milliseconds of repeated runs after one to warm up; `prepare` is not timed."""
+    began = time.perf_counter()
+    prepare()
+    run()
+    samples: list[float] = []
+    while len(samples) < MOST_RUNS:
+        elapsed = time.perf_counter() - began
+        if samples and elapsed > seconds and (len(samples) >= FEWEST_RUNS or elapsed > PATIENCE * seconds):
+            break
+        prepare()
+        start_of_run = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - start_of_run) * 1e3)
+    return samples
+
+
+def read_peak(trial: Trial) -> None:
+    """The most memory that this process had until now."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else []
+    peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+    memory = psutil.Process().memory_info()
+    trial.found["peak_bytes"] = peak or int(getattr(memory, "peak_wset", memory.rss))
+
+
+def write_logits(trial: Trial) -> None:
+    """Logits [windows, positions, vocabulary] of the texts that the caller wants to compare."""
+    asked = trial.asked
+    if asked.ids is None:
+        return
+    ids_WS: NDArray[np.int64] = np.load(asked.ids)
+    readers = [each for each in trial.sessions.values() if _fixed_length(each) != 1]
+    if len(trial.sessions) > 1 and not any(_fixed_length(each) for each in readers):
+        raise RuntimeError("of an encoder and its decoder in several files no logits are compared")
+    if not readers:
+        raise RuntimeError("no file of it reads a text at once")
+    session = readers[0]
+    length = min(ids_WS.shape[1], _fixed_length(session) or ids_WS.shape[1])
+    names = [each.name for each in session.get_outputs()]
+    wanted = ["logits"] if "logits" in names else names[:1]
+    is_one = len(next(each.shape for each in session.get_outputs() if each.name == wanted[0])) == 2
+
+    def logits(ids_S: NDArray[np.int64]) -> NDArray[np.float32]:
+        out = session.run(wanted, feeds_of(session, ids=ids_S[None]))[0]
+        return np.asarray(out.reshape(-1, out.shape[-1]), np.float32)
+
+    positions = list(range(length))
+    began = time.perf_counter()
+    gives_all = len(logits(ids_WS[0, :length])) >= length and not is_one
+    affordable = max(1, int(asked.patience / (time.perf_counter() - began)))
+    if is_one:  # answer for a whole text, as a classifier gives it; of a text's ends one number a token
+        is_ends = wanted[0] in ENDS
+        positions = [0]
+        rows = [logits(ids_S[:length])[:, : length if is_ends else None] for ids_S in ids_WS[:affordable]]
+    elif gives_all:
+        rows = [logits(ids_S[:length])[:length] for ids_S in ids_WS[:affordable]]
+    else:  # those of the last token alone, so texts that end earlier
+        texts_WS = ids_WS[:affordable]
+        positions = spread(positions[PREFIX_STEP - 2 :: PREFIX_STEP], affordable // len(texts_WS))
+        rows = [np.stack([logits(ids_S[: place + 1])[-1] for place in positions]) for ids_S in texts_WS]
+    np.save(asked.logits, np.stack(rows))
+    trial.found["positions"] = positions
+
+
+def spread(places: list[int], count: int) -> list[int]:
+    """At most so many of them, evenly apart."""
+    count = max(1, min(count, len(places)))
+    return [places[number * len(places) // count] for number in range(count)]
+
+
+def read_placement(trial: Trial) -> None:
+    """Who took what; a file that the CPU cannot run has no share of MACs."""
+    paths = list(trial.sessions)
+    macs: Mapping[Path, dict[str, int]] = {path: read_macs(path) for path in paths}
+    files = [assigned(session, macs[path]) for path, session in trial.sessions.items()]
+    placement = placement_of(trial.provider, files)
+    trial.found["placement"] = to_json(placement)
+    if placement.unplaced:
+        target = target_of(trial.asked.folder)
+        if target and not _is_made_for(trial.provider, target):
+            trial.found["said"].append(
+                f"the artifact was made for --target {target}; this provider's own is --target "
+                f"{trial.provider.target}"
+            )
+        explained_too = explained(placement, trial.provider, paths, threads=trial.asked.threads)
+        trial.found["placement"] = to_json(explained_too)
+
+
+STAGES: tuple[tuple[str, Callable[[Trial], None]], ...] = (
+    ("looking for the provider", look),
+    ("loading its library", load_library),
+    ("starting a session", open_sessions),
+    ("timing it", time_phases),
+    ("reading its memory", read_peak),
+    ("asking for the placement", read_placement),
+    ("starting again from what it compiled", start_again),
+    ("comparing its logits", write_logits),  # the last, since an emulator takes seconds for each
+)
