@@ -173,7 +173,7 @@ def recipe_schema() -> dict[str, Any]:
     return Recipe.model_json_schema()
 
 
-def _explain(fault: Any) -> str:  # noqa: ANN401 - pydantic's own mapping
+def _explain(fault: Any) -> str:
     *parents, key = fault["loc"]
     name = ".".join(str(part) for part in _without_type_names(fault["loc"]))
     if fault["type"] != "extra_forbidden":
@@ -216,7 +216,7 @@ def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return check_recipe(content, where="the command line")
 
 
-def check_recipe(content: Any, *, where: str) -> Recipe:  # noqa: ANN401 - whatever a file held
+def check_recipe(content: Any, *, where: str) -> Recipe:
     """A recipe from plain values; every fault is one line that names the key."""
     if not isinstance(content, dict):
         raise InputError("a recipe is a mapping of keys", where=where, allowed=", ".join(Recipe.model_fields))

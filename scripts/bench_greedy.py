@@ -108,7 +108,7 @@ def continued(folder: Path, provider: str, prompts: list[list[int]], count: int)
 @torch.inference_mode()
 def original(model: str, prompts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """The most likely tokens of the float model, one by one through its own cache."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow, and no worker needs it
+    from transformers import AutoModelForCausalLM
 
     module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     made, past, read = [], None, torch.from_numpy(prompts)

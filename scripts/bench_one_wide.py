@@ -83,7 +83,7 @@ class Figures:
     graph_bytes: int
 
 
-def make(changes: dict[str, Any]) -> Any:  # noqa: ANN401 - a transformers model
+def make(changes: dict[str, Any]) -> Any:
     """One model with seeded random weights."""
     torch.manual_seed(0)
     if "num_hidden_groups" in changes:

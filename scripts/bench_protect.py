@@ -50,7 +50,7 @@ PROMPT, NEW_TOKENS = 128, 33  # the first comes with the prompt
 UNMEASURED = {"accuracy": False, "latency": False, "memory": False}
 
 
-def recipe_of(scheme: str, **settings: Any) -> Recipe:  # noqa: ANN401
+def recipe_of(scheme: str, **settings: Any) -> Recipe:
     """Everything of any size, measured by this script alone."""
     content = {"scheme": scheme, "select": {"min_dim": 1}, "measure": UNMEASURED, **settings}
     return check_recipe(content, where="bench_protect")
@@ -100,7 +100,7 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
         with serving(folder / "split") as url:
             token = read_token(folder / "split" / "host.token")
 
-            def remote(features: str, **options: Any) -> Any:  # noqa: ANN401
+            def remote(features: str, **options: Any) -> Any:
                 sessions.append(connect(url, token=token, features=features, **options))
                 return sessions[-1]
 
@@ -154,7 +154,7 @@ def accuracies(tokens: int) -> list[dict[str, Any]]:
             whole, client = open_decoder(folder / "whole"), open_client(folder / "split" / "client")
             host = open_host(folder / "split" / "host")
 
-            def split(ids_BS: Any, client: Any = client, host: Any = host, wire: Any = np.float32) -> Any:  # noqa: ANN401
+            def split(ids_BS: Any, client: Any = client, host: Any = host, wire: Any = np.float32) -> Any:
                 features = np.stack([client.embed(row, 0) for row in ids_BS]).astype(wire)
                 made_BTI = whole_text(host.decoder, features.astype(np.float32))[0].astype(wire)
                 return client.logits(made_BTI.astype(np.float32))

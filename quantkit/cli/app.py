@@ -45,7 +45,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="print the versi
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Runtimes, providers and devices of this machine; clashes are named with their cure."""
-    from quantkit.cli import requests_measure  # noqa: PLC0415
+    from quantkit.cli import requests_measure
 
     finish(*requests_measure.health(as_json=as_json))
 

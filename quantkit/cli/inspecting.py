@@ -42,7 +42,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Walk a model: roles, FFN kinds, norms, ties, what the rule picks and why; no weights are read."""
-    from quantkit.cli import requests  # noqa: PLC0415
+    from quantkit.cli import requests
 
     if ffn or text is not None or max_tokens is not None:
         units = requests.hidden_units(

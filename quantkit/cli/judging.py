@@ -17,7 +17,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show an artifact's report again."""
-    from quantkit.cli import requests  # noqa: PLC0415
+    from quantkit.cli import requests
 
     text = requests.report(folder=folder, output_format="json" if as_json else output_format)
     finish(text)
@@ -39,7 +39,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure an artifact's accuracy again: perplexity, and beside its original KL and agreement."""
-    from quantkit.cli import requests_measure  # noqa: PLC0415
+    from quantkit.cli import requests_measure
 
     printed = requests_measure.evaluate(
         folder=folder,
@@ -69,7 +69,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure an artifact's speed and memory again: on the CPU, or with placement on each provider asked."""
-    from quantkit.cli import requests_measure  # noqa: PLC0415
+    from quantkit.cli import requests_measure
 
     printed, holds = requests_measure.benchmark(
         folder=folder,
@@ -91,7 +91,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Put the reports of several artifacts side by side; ratios are to the first."""
-    from quantkit.cli import requests_measure  # noqa: PLC0415
+    from quantkit.cli import requests_measure
 
     text = requests_measure.compare(folders=folders, output_format="json" if as_json else output_format)
     finish(text)

@@ -38,8 +38,8 @@ def protect(
     as_json: AsJson = False,
 ) -> None:
     """Split a model: a host computes on features out of order, a client holds tables, head and order."""
-    from quantkit.cli import requests_protect  # noqa: PLC0415
-    from quantkit.plan.select import parse_min_dim  # noqa: PLC0415
+    from quantkit.cli import requests_protect
+    from quantkit.plan.select import parse_min_dim
 
     settings = {
         "scheme": scheme,
@@ -76,7 +76,7 @@ def serve_host(
     threads: Annotated[int | None, typer.Option(help="threads  [default: all cores]")] = None,
 ) -> None:
     """Compute for clients of a protected model, on features out of order."""
-    from quantkit.cli import requests_host  # noqa: PLC0415
+    from quantkit.cli import requests_host
 
     requests_host.serve(
         folder=folder,

@@ -94,7 +94,7 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize, export, check and measure: the whole job, ending in a table and a report."""
-    from quantkit.cli import requests  # noqa: PLC0415
+    from quantkit.cli import requests
 
     printed, holds = requests.quantize(
         model=model,

@@ -93,7 +93,7 @@ def hidden_units(
     output_format: str,
 ) -> str:
     """What `quantkit inspect --ffn` prints; empty when a table went to the terminal already."""
-    from quantkit.pipeline.ffn_units import MAX_TOKENS, ffn_units  # noqa: PLC0415 - torch takes seconds
+    from quantkit.pipeline.ffn_units import MAX_TOKENS, ffn_units
 
     if not is_asked:
         flag = "--text" if text is not None else "--max-tokens"
@@ -121,8 +121,8 @@ def sensitivity(
     output_format: str,
 ) -> str:
     """What `quantkit inspect --sensitivity` prints; empty when a table went to the terminal already."""
-    from quantkit.pipeline.ffn_units import units_of_model  # noqa: PLC0415 - torch takes seconds
-    from quantkit.pipeline.quantize import sensitivity as measure  # noqa: PLC0415
+    from quantkit.pipeline.ffn_units import units_of_model
+    from quantkit.pipeline.quantize import sensitivity as measure
 
     if output_format not in FORMATS[:3]:
         raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(FORMATS[:3]))
@@ -155,7 +155,7 @@ def quantize(
     as_json: bool,
 ) -> tuple[str, bool]:
     """(what `quantkit quantize` prints besides its tables, whether a budget was held)."""
-    from quantkit.pipeline.quantize import run  # noqa: PLC0415 - torch, transformers and onnx take seconds
+    from quantkit.pipeline.quantize import run
 
     min_dim = changes.get("select.min_dim")
     typed = {**changes, "model": model, "select.min_dim": _min_dim(min_dim) if min_dim else None}

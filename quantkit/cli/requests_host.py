@@ -39,8 +39,8 @@ def serve(
     threads: int | None,
 ) -> None:
     """Serve until told to stop."""
-    from quantkit.private.host import server as host_server  # noqa: PLC0415
-    from quantkit.private.host.model import open_host  # noqa: PLC0415 - onnxruntime takes a moment
+    from quantkit.private.host import server as host_server
+    from quantkit.private.host.model import open_host
 
     for flag, value, least in (
         ("--max-clients", most_clients, 1),
@@ -87,8 +87,8 @@ def steps_from_host(
     stop_ids: frozenset[int],
 ) -> Iterator[list[int | None]]:
     """Tokens step by step, by a client here and a host there."""
-    from quantkit.private.client.connection import connect, split_url  # noqa: PLC0415
-    from quantkit.private.client.model import generate_split, open_client  # noqa: PLC0415
+    from quantkit.private.client.connection import connect, split_url
+    from quantkit.private.client.model import generate_split, open_client
 
     split_url(remote.url)
     client = open_client(folder, threads=threads)

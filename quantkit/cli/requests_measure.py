@@ -29,11 +29,11 @@ def evaluate(
     as_json: bool,
 ) -> str:
     """The text that `quantkit eval` prints; empty when a table went to the terminal already."""
-    from quantkit.evaluation.artifact import open_artifact, require_room  # noqa: PLC0415
-    from quantkit.evaluation.evaluate import evaluate as evaluate_artifact  # noqa: PLC0415 - torch takes seconds
-    from quantkit.evaluation.measure import environment  # noqa: PLC0415
-    from quantkit.progress import Progress  # noqa: PLC0415
-    from quantkit.report.reruns import evaluation_json, evaluation_page  # noqa: PLC0415
+    from quantkit.evaluation.artifact import open_artifact, require_room
+    from quantkit.evaluation.evaluate import evaluate as evaluate_artifact
+    from quantkit.evaluation.measure import environment
+    from quantkit.progress import Progress
+    from quantkit.report.reruns import evaluation_json, evaluation_page
 
     opened = open_artifact(folder, changes)
     require_room(opened, {"--window": changes.get("measure.window")})
@@ -66,8 +66,8 @@ def benchmark(
     as_json: bool,
 ) -> tuple[str, bool]:
     """(text that `bench` prints, empty when a table went to the terminal; whether `--strict` holds)."""
-    from quantkit.evaluation.artifact import open_artifact, require_room  # noqa: PLC0415 - torch takes seconds
-    from quantkit.runtime.providers.trial import read_asked  # noqa: PLC0415
+    from quantkit.evaluation.artifact import open_artifact, require_room
+    from quantkit.runtime.providers.trial import read_asked
 
     asked = read_asked(providers)
     if time_limit <= 0:
@@ -84,10 +84,10 @@ def benchmark(
 
 
 def _alone(opened: Opened) -> tuple[dict[str, Any], Page, bool]:
-    from quantkit.evaluation.benchmark import benchmark as time_artifact  # noqa: PLC0415
-    from quantkit.evaluation.measure import environment  # noqa: PLC0415
-    from quantkit.progress import Progress  # noqa: PLC0415
-    from quantkit.report.reruns import benchmark_json, benchmark_page  # noqa: PLC0415
+    from quantkit.evaluation.benchmark import benchmark as time_artifact
+    from quantkit.evaluation.measure import environment
+    from quantkit.progress import Progress
+    from quantkit.report.reruns import benchmark_json, benchmark_page
 
     made = time_artifact(opened, progress=Progress())
     document = benchmark_json(
@@ -104,10 +104,10 @@ def _alone(opened: Opened) -> tuple[dict[str, Any], Page, bool]:
 def _on_providers(
     opened: Opened, asked: Sequence[Asked], *, strict: bool, time_limit: float
 ) -> tuple[dict[str, Any], Page, bool]:
-    from quantkit.evaluation.benchmark import benchmark_providers, fell_back  # noqa: PLC0415
-    from quantkit.evaluation.measure import environment  # noqa: PLC0415
-    from quantkit.progress import Progress  # noqa: PLC0415
-    from quantkit.report.providers import providers_json, providers_page  # noqa: PLC0415
+    from quantkit.evaluation.benchmark import benchmark_providers, fell_back
+    from quantkit.evaluation.measure import environment
+    from quantkit.progress import Progress
+    from quantkit.report.providers import providers_json, providers_page
 
     runs, notes = benchmark_providers(opened, asked, time_limit=time_limit, progress=Progress())
     document = providers_json(
@@ -123,9 +123,9 @@ def _on_providers(
 
 def health(*, as_json: bool) -> tuple[str, bool]:
     """(text that `quantkit doctor` prints, whether it found no problem)."""
-    from quantkit.model.model_map import to_json  # noqa: PLC0415
-    from quantkit.report.health import health_page  # noqa: PLC0415
-    from quantkit.runtime.machine.facts import diagnose  # noqa: PLC0415
+    from quantkit.model.model_map import to_json
+    from quantkit.report.health import health_page
+    from quantkit.runtime.machine.facts import diagnose
 
     diagnosis = diagnose()
     document: dict[str, Any] = to_json(diagnosis)

@@ -26,7 +26,7 @@ def protect(
     as_json: bool,
 ) -> str:
     """Write both sides, and say what was written and how it is run."""
-    from quantkit.private.protect import protect as split  # noqa: PLC0415 - torch takes seconds
+    from quantkit.private.protect import protect as split
 
     if output is None:
         raise InputError("nowhere to write to", where="protect", next_step="choose a folder with -o DIR")
@@ -66,9 +66,9 @@ def audit(
     *, model: str, host: Path, key: Path, settings: Mapping[str, Any], permutes: str, as_json: bool
 ) -> str:
     """How much of the key's orders an attacker with the public weights recovers."""
-    from quantkit.private.audit import audit as attack  # noqa: PLC0415 - torch takes seconds
-    from quantkit.report.protection import audit_page  # noqa: PLC0415
-    from quantkit.report.tables import print_page  # noqa: PLC0415
+    from quantkit.private.audit import audit as attack
+    from quantkit.report.protection import audit_page
+    from quantkit.report.tables import print_page
 
     found = attack(recipe_of(model, settings), host=host, key_file=key, permutes=names_of(permutes))
     document = to_json(found)

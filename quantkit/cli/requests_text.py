@@ -83,7 +83,7 @@ def _artifact(model: str, *, is_half: bool = False) -> Iterator[Path]:
     if is_half or holds_model(folder):
         yield folder
         return
-    from quantkit.pipeline.quantize import write_float  # noqa: PLC0415 - torch, transformers and onnx take seconds
+    from quantkit.pipeline.quantize import write_float
 
     with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
         write_float(model, Path(made))

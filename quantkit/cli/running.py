@@ -35,8 +35,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with a quantized model; tokens appear as they are made."""
-    from quantkit.cli.requests_host import Remote  # noqa: PLC0415
-    from quantkit.cli.requests_text import continue_texts  # noqa: PLC0415
+    from quantkit.cli.requests_host import Remote
+    from quantkit.cli.requests_text import continue_texts
 
     for piece in continue_texts(
         model=model,
@@ -58,6 +58,6 @@ def generate(
 )
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness with artifacts as models: --model_args path=DIR --tasks NAMES."""
-    from quantkit.evaluation.lm_eval.command import run  # noqa: PLC0415
+    from quantkit.evaluation.lm_eval.command import run
 
     run(context.args)

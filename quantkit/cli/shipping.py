@@ -21,7 +21,7 @@ def package(
     as_json: AsJson = False,
 ) -> None:
     """Pack an artifact for a device that has onnxruntime and tokenizers alone, with a runner."""
-    from quantkit.cli import requests_package  # noqa: PLC0415
+    from quantkit.cli import requests_package
 
     typer.echo(
         requests_package.package(folder=folder, output=output, target=target, force=force, as_json=as_json)
@@ -31,6 +31,6 @@ def package(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Runtimes, providers and devices of this machine; clashes are named with their cure."""
-    from quantkit.cli import requests_measure  # noqa: PLC0415
+    from quantkit.cli import requests_measure
 
     finish(*requests_measure.health(as_json=as_json))

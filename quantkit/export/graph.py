@@ -50,7 +50,7 @@ class Graph:
     counter: int = 0
     labels: Counter[str] = field(default_factory=Counter)
 
-    def op(self, op_type: str, *inputs: str, name: str = "", domain: str = "", **attributes: Any) -> str:  # noqa: ANN401
+    def op(self, op_type: str, *inputs: str, name: str = "", domain: str = "", **attributes: Any) -> str:
         """Add a node with one output, or of which only the first matters; attributes are of many types."""
         return self.ops(op_type, *inputs, name=name, domain=domain, **attributes)[0]
 
@@ -61,7 +61,7 @@ class Graph:
         name: str = "",
         domain: str = "",
         wanted: Sequence[bool] = (True,),
-        **attributes: Any,  # noqa: ANN401
+        **attributes: Any,
     ) -> list[str]:
         """Add a node; an output that is not wanted is left out, as ONNX spells it: an empty name.
 

@@ -55,15 +55,15 @@ def context_of(model_map: ModelMap) -> int | None:
     return min([limit, *(turn.max_positions for turn in turns if turn.max_positions)])
 
 
-def _default(plain: NDArray[np.float32], *_: Any) -> Rotation:  # noqa: ANN401
+def _default(plain: NDArray[np.float32], *_: Any) -> Rotation:
     return Rotation(frequencies=plain)
 
 
-def _linear(plain: NDArray[np.float32], scaling: Mapping[str, Any], *_: Any) -> Rotation:  # noqa: ANN401
+def _linear(plain: NDArray[np.float32], scaling: Mapping[str, Any], *_: Any) -> Rotation:
     return Rotation(frequencies=plain / np.float32(scaling["factor"]))
 
 
-def _llama3(plain: NDArray[np.float32], scaling: Mapping[str, Any], *_: Any) -> Rotation:  # noqa: ANN401
+def _llama3(plain: NDArray[np.float32], scaling: Mapping[str, Any], *_: Any) -> Rotation:
     factor = scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     length = scaling["original_max_position_embeddings"]

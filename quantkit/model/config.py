@@ -73,7 +73,7 @@ def spelled_for(raw: Mapping[str, Any], transformers_major: int) -> dict[str, An
     return spelled
 
 
-def _first(config: Any, *names: str) -> Any:  # noqa: ANN401 - a transformers config object
+def _first(config: Any, *names: str) -> Any:
     """The first of these fields that is set."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
@@ -93,7 +93,7 @@ def _rope(parameters: Mapping[str, Any], fraction: float) -> Rope:
     )
 
 
-def _read_ropes(config: Any) -> tuple[Rope | None, Rope | None]:  # noqa: ANN401
+def _read_ropes(config: Any) -> tuple[Rope | None, Rope | None]:
     """(rope of full-attention layers, rope of sliding ones), from the fields of either version."""
     fraction = float(_first(config, "rotary_pct", "partial_rotary_factor") or 1.0)
     parameters = getattr(config, "rope_parameters", None)
@@ -116,7 +116,7 @@ def _read_ropes(config: Any) -> tuple[Rope | None, Rope | None]:  # noqa: ANN401
     return full_rope, sliding_rope
 
 
-def _read_layer_kinds(config: Any, num_layers: int, window: int | None) -> tuple[str, ...]:  # noqa: ANN401
+def _read_layer_kinds(config: Any, num_layers: int, window: int | None) -> tuple[str, ...]:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return tuple(kinds)
@@ -124,7 +124,7 @@ def _read_layer_kinds(config: Any, num_layers: int, window: int | None) -> tuple
     return (SLIDING if uses_window else FULL,) * num_layers
 
 
-def normalise(config: Any) -> ModelConfig:  # noqa: ANN401 - any transformers config object
+def normalise(config: Any) -> ModelConfig:
     """Read every fact once from a transformers config object of either version."""
     num_layers = _first(config, "num_hidden_layers", "num_layers")
     num_heads = _first(config, "num_attention_heads", "num_heads")

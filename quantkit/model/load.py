@@ -131,8 +131,8 @@ def _replace(source: Source, *, uses_remote_code: bool = False, notes: tuple[str
 
 def _fetch_config(name: str) -> Path:
     """The config alone, from the Hub or its local cache."""
-    from huggingface_hub import constants, hf_hub_download  # noqa: PLC0415 - a second that few runs need
-    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         # Without a network the library would retry aloud for half a minute; the cache answers at once.
@@ -179,7 +179,7 @@ def build_on_meta(source: Source) -> nn.Module:
         ) from error
 
 
-def make_config(source: Source) -> Any:  # noqa: ANN401 - any transformers config class
+def make_config(source: Source) -> Any:
     """The config object of the source, as transformers builds it."""
     model_type = source.config["model_type"]
     if source.uses_remote_code:
@@ -208,13 +208,13 @@ def make_config(source: Source) -> Any:  # noqa: ANN401 - any transformers confi
         ) from error
 
 
-def model_class(architecture: str) -> Any:  # noqa: ANN401 - a class of transformers' or of ours, or None
+def model_class(architecture: str) -> Any:
     """The class of a model by its name: one of quantkit's own, or one that transformers exports."""
     found = OWN_MODELS.get(architecture) or getattr(transformers, architecture, None)
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
-def make_model(source: Source, config: Any) -> nn.Module:  # noqa: ANN401
+def make_model(source: Source, config: Any) -> nn.Module:
     """The class that the config names, else the first auto class that fits."""
     if not source.uses_remote_code:
         for architecture in source.config.get("architectures") or ():

@@ -302,7 +302,7 @@ class ModelMap:
         return dataclasses.replace(self, num_parameters=self.num_parameters - fewer, layers=kept)
 
 
-def to_json(record: Any) -> Any:  # noqa: ANN401 - any record, or a part of one
+def to_json(record: Any) -> Any:
     """A record as plain JSON values, field by field."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         return {field.name: to_json(getattr(record, field.name)) for field in dataclasses.fields(record)}

@@ -262,7 +262,7 @@ def _traced(
     return models, outside
 
 
-def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **options: Any) -> Exported:  # noqa: ANN401
+def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **options: Any) -> Exported:
     """The same model with nothing quantized, in float32 whatever the target computes in."""
     options["target_name"] = DEFAULT_TARGET
     plan = choose(model_map, min_dim=NOTHING)

@@ -137,7 +137,7 @@ def observe_units(
     tokens_BT: NDArray[np.int64],
     *,
     text: str | None = None,
-    progress: Any = lambda _: None,  # noqa: ANN401 - told tokens as they are done
+    progress: Any = lambda _: None,
 ) -> UnitReport:
     """The units of every FFN on these windows, from one calibration pass."""
     downs = {layer.block: layer for layer in model_map.layers if layer.role is Role.FFN_DOWN}

@@ -31,7 +31,7 @@ def inspect(
     trust_remote_code: bool = False,
 ) -> tuple[ModelMap, Plan]:
     """Map a model and plan it; no weights are read."""
-    from quantkit.model.inspect import inspect as walk  # noqa: PLC0415 - torch and transformers take seconds
+    from quantkit.model.inspect import inspect as walk
 
     model_map = walk(model, trust_remote_code=trust_remote_code)
     return model_map, choose(model_map, min_dim=min_dim, include=include, exclude=exclude)
@@ -76,9 +76,9 @@ def find_machine(name: str) -> Machine:
 
 def measure_this_machine() -> Machine:
     """Measure once for this processor and these versions, then read the cache."""
-    from quantkit.export.probes import build_probe_models  # noqa: PLC0415 - onnx and onnxruntime are heavy
-    from quantkit.runtime.machine import throughput  # noqa: PLC0415
-    from quantkit.runtime.machine.facts import read_cpu, read_memory  # noqa: PLC0415
+    from quantkit.export.probes import build_probe_models
+    from quantkit.runtime.machine import throughput
+    from quantkit.runtime.machine.facts import read_cpu, read_memory
 
     key = throughput.machine_key()
     measured = throughput.read_cache(key)

@@ -58,7 +58,7 @@ def round_and_export(
     )
 
 
-def _static(job: Job, prepared: Prepared, folder: Path, **options: Any) -> Exported:  # noqa: ANN401
+def _static(job: Job, prepared: Prepared, folder: Path, **options: Any) -> Exported:
     """For a target of fixed shapes: values get their ranges from as many tokens as calibration reads."""
     recipe, model_map = job.recipe, prepared.model_map
     if recipe.layers:

@@ -226,7 +226,7 @@ def _remembering(
         return original
     folder.mkdir(parents=True, exist_ok=True)
 
-    def logits(ids: NDArray[np.int64]) -> Any:  # noqa: ANN401 - an array
+    def logits(ids: NDArray[np.int64]) -> Any:
         path = folder / f"{hashlib.sha256(ids.tobytes()).hexdigest()[:24]}.npy"
         if not path.exists():
             np.save(path, original(ids))

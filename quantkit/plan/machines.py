@@ -167,7 +167,7 @@ def from_json(values: Mapping[str, Any], *, where: str = "machine") -> Machine:
     return Machine(**{**values, "peak_tera_ops": dict(peaks)})
 
 
-def _missing(values: Any) -> str:  # noqa: ANN401 - whatever the file held
+def _missing(values: Any) -> str:
     """Which keys it lacks and which it should not have, if it is a record at all."""
     if not isinstance(values, Mapping):
         return ""

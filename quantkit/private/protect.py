@@ -164,7 +164,7 @@ def in_secret_order(
     weights: TensorSource,
     key: Key,
     permutes: Collection[str],
-    **options: Any,  # noqa: ANN401 - those of any transform
+    **options: Any,
 ) -> TransformedTensors:
     """The weights with every chosen space in the order that the key gives it."""
     kinds = [PERMUTED[name] for name in permutes]
@@ -230,7 +230,7 @@ def write_client(
 
 def _write_weights(
     side: Side, weights: TensorSource, folder: Path, recipe: Recipe, count: Callable[[int], None]
-) -> Any:  # noqa: ANN401 - a Checkpoint
+) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     parts = quantized_parts(
         side.stored,

@@ -28,17 +28,17 @@ class TimedSocket(socket.socket):
             raise TimeoutError("timed out")
         self.settimeout(left)
 
-    def recv_into(self, *arguments: Any, **options: Any) -> int:  # noqa: ANN401 - those of a socket
+    def recv_into(self, *arguments: Any, **options: Any) -> int:
         """Some bytes."""
         self._set_time_left()
         return super().recv_into(*arguments, **options)
 
-    def send(self, *arguments: Any) -> int:  # noqa: ANN401
+    def send(self, *arguments: Any) -> int:
         """Some bytes."""
         self._set_time_left()
         return super().send(*arguments)
 
-    def sendall(self, *arguments: Any) -> None:  # noqa: ANN401
+    def sendall(self, *arguments: Any) -> None:
         """All bytes."""
         self._set_time_left()
         super().sendall(*arguments)

@@ -26,9 +26,9 @@ SMALLEST_PEAK = 1e-20
 
 def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
     """Put the checkpoint's values into a torch model of the same architecture, in place."""
-    from quantkit.model.families.decoders import family_of  # noqa: PLC0415 - reading needs no transformers
-    from quantkit.model.linears import weight_OI  # noqa: PLC0415
-    from quantkit.model.names import checkpoint_name  # noqa: PLC0415
+    from quantkit.model.families.decoders import family_of
+    from quantkit.model.linears import weight_OI
+    from quantkit.model.names import checkpoint_name
 
     described = checkpoint.description
     row = family_of(described["model_type"])
@@ -90,7 +90,7 @@ def rows_of(rows: Rows) -> Tensor:
     return torch.cat([torch.arange(start, start + rows.length) for start in starts])
 
 
-def hook_of(rounding: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - torch's hook
+def hook_of(rounding: Callable[[Tensor], Tensor]) -> Any:
     """A hook that changes what a module reads."""
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -96,7 +96,7 @@ def _phases_json(prefill: Timing | None, decode: Timing | None) -> dict[str, Any
     return phases
 
 
-def without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+def without_none(value: Any) -> Any:
     """The value without keys that hold nothing."""
     if isinstance(value, dict):
         return {key: without_none(each) for key, each in value.items() if each is not None}

@@ -233,7 +233,7 @@ def _run(part: Part, offered: Values, outputs: Sequence[str]) -> Values:
     return dict(zip(outputs, part.session.run_with_ort_values(list(outputs), feeds), strict=True))
 
 
-def _value(values: NDArray[Any]) -> Any:  # noqa: ANN401 - onnxruntime is untyped
+def _value(values: NDArray[Any]) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values))
 
 

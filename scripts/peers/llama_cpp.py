@@ -39,7 +39,7 @@ runpy.run_path(sys.argv[0] + "/convert_hf_to_gguf.py", run_name="__main__")
 """
 
 
-def obey(command: list[str], **options: Any) -> str:  # noqa: ANN401 - what subprocess.run takes
+def obey(command: list[str], **options: Any) -> str:
     """The output of a command; its own last words stay the last ones when it fails."""
     done: subprocess.CompletedProcess[str] = subprocess.run(
         command, check=False, stdout=subprocess.PIPE, text=True, **options

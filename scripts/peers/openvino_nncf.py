@@ -17,14 +17,14 @@ import timing
 
 def make(variant: str, source: Path, output: Path) -> None:
     """Export and compress the weights, with the state (the cache) inside the model."""
-    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig  # noqa: PLC0415 - heavy
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
     config = OVWeightQuantizationConfig(bits=8)
     model = OVModelForCausalLM.from_pretrained(source, export=True, quantization_config=config, compile=False)
     model.save_pretrained(output)
 
 
-def compiled(folder: Path) -> Any:  # noqa: ANN401 - OpenVINO's type
+def compiled(folder: Path) -> Any:
     """Compile for latency on the threads that everybody has."""
     core = openvino.Core()
     model = core.read_model(folder / "openvino_model.xml")

@@ -18,8 +18,8 @@ import timing
 
 def export(source: Path, output: Path) -> None:
     """Export without optimum's own comparison with PyTorch, which would only add to its time."""
-    from optimum.exporters.onnx import main_export  # noqa: PLC0415 - heavy, and timing needs none of it
-    from transformers import AutoConfig  # noqa: PLC0415
+    from optimum.exporters.onnx import main_export
+    from transformers import AutoConfig
 
     is_decoder = AutoConfig.from_pretrained(source).model_type == "gpt2"
     task = "text-generation-with-past" if is_decoder else "feature-extraction"
@@ -29,15 +29,15 @@ def export(source: Path, output: Path) -> None:
 def make(variant: str, source: Path, output: Path) -> None:
     """`avx512_vnni` exports and quantizes in one process; the others start from its export."""
     if variant == "avx512_vnni":
-        from optimum.onnxruntime import ORTQuantizer  # noqa: PLC0415
-        from optimum.onnxruntime.configuration import AutoQuantizationConfig  # noqa: PLC0415
+        from optimum.onnxruntime import ORTQuantizer
+        from optimum.onnxruntime.configuration import AutoQuantizationConfig
 
         export(source, output / "float")
         config = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=False)
         quantizer = ORTQuantizer.from_pretrained(output / "float", file_name="model.onnx")
         quantizer.quantize(save_dir=output, quantization_config=config, file_suffix="")
     elif variant == "quantize_dynamic":
-        from onnxruntime.quantization import QuantType, quantize_dynamic  # noqa: PLC0415
+        from onnxruntime.quantization import QuantType, quantize_dynamic
 
         quantize_dynamic(source / "float" / "model.onnx", output / "model.onnx", weight_type=QuantType.QInt8)
     else:

@@ -161,7 +161,7 @@ def test_it_is_refused_before_anything_runs(exported, tmp_path):
 
 
 def _map_of(result):
-    from quantkit.model.inspect import inspect  # noqa: PLC0415
+    from quantkit.model.inspect import inspect
 
     return inspect(str(result.folder))
 
@@ -237,7 +237,7 @@ def test_branches_are_looked_into(exported):
 
 @pytest.mark.once
 def test_every_fused_operator_of_the_table_is_one_that_onnxruntime_runs():
-    import onnxruntime.capi.onnxruntime_pybind11_state as state  # noqa: PLC0415
+    import onnxruntime.capi.onnxruntime_pybind11_state as state
 
     known = {f"{each.domain}::{each.name}" for each in state.get_all_operator_schema()}
     assert known >= FUSED

@@ -109,7 +109,7 @@ def openvino() -> str:
     """The interpreter of an environment with OpenVINO's wheel."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
     try:
-        from bench_providers import cache_folder, interpreter  # noqa: PLC0415
+        from bench_providers import cache_folder, interpreter
 
         return interpreter("openvino", cache_folder() / "peers")
     except (subprocess.CalledProcessError, OSError) as failure:
@@ -129,7 +129,7 @@ def test_openvino_runs_all_of_it(artifact, openvino):
 @pytest.mark.slow
 def test_openvino_is_faster_than_the_cpu_in_float(openvino, tmp_path, monkeypatch):
     """The bundled model; fractions of a millisecond decide, so the best of three counts on both sides."""
-    from bench_providers import make  # noqa: PLC0415
+    from bench_providers import make
 
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     make("demo", "float32", tmp_path / "float32", [])

@@ -119,7 +119,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
 def test_the_training_script_writes_its_page(tmp_path, monkeypatch):
     scripts = Path(__file__).resolve().parents[2] / "scripts"
     monkeypatch.syspath_prepend(str(scripts))
-    import train_ws_ffn  # noqa: PLC0415
+    import train_ws_ffn
 
     typed = ["train", "-o", str(tmp_path / "models"), "--docs", str(tmp_path / "docs")]
     monkeypatch.setattr(sys, "argv", [*typed, "--steps", "6", "--every", "3", "--timed-steps", "2"])

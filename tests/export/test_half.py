@@ -169,9 +169,9 @@ def test_products_that_no_gpu_has_are_named(originals, tmp_path):
 
 @pytest.mark.once
 def test_the_reference_stays_in_float32(originals, tmp_path):
-    from quantkit.model.inspect import inspect  # noqa: PLC0415
-    from quantkit.model.load import open_source  # noqa: PLC0415
-    from quantkit.model.weights.open import open_weights  # noqa: PLC0415
+    from quantkit.model.inspect import inspect
+    from quantkit.model.load import open_source
+    from quantkit.model.weights.open import open_weights
 
     folder = str(originals["GPT2LMHeadModel"])
     model_map = inspect(folder)

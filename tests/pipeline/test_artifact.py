@@ -196,7 +196,7 @@ def test_two_runs_at_once(halfway, tmp_path):
 def test_a_run_that_comes_too_late_does_not_replace_the_one_before(tmp_path, monkeypatch):
     """The folder was free when it looked, and not any more when it held the lock."""
     output = tmp_path / "out"
-    from quantkit.pipeline import artifact  # noqa: PLC0415
+    from quantkit.pipeline import artifact
 
     lock = artifact._lock
     monkeypatch.setattr(

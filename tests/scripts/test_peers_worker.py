@@ -27,7 +27,7 @@ timing.take_turns(measure)
 def peers(monkeypatch):
     """(the class of workers, the error of those that fail)."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from peers import worker, workplace  # noqa: PLC0415 - the scripts' own package
+    from peers import worker, workplace
 
     monkeypatch.setattr(worker, "PAUSE_S", 0.0)
     return worker.Worker, workplace.PeerError

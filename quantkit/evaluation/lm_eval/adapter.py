@@ -59,7 +59,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: bool | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
-        **others: Any,  # noqa: ANN401 - whatever --model_args held
+        **others: Any,
     ) -> None:
         """The arguments are those of --model_args.
 
@@ -112,7 +112,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
         keys = ("model", "scheme")
         return {f"quantkit_{key}": self.decoder.metadata[key] for key in keys if key in self.decoder.metadata}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:  # noqa: ANN401
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; a text that brings its own first token gets no second one."""
         if add_special_tokens is None:
             add_special_tokens = True if self._add_bos is None else self._add_bos
@@ -130,7 +130,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
         self,
         requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_others: Any,  # noqa: ANN401
+        **_others: Any,
     ) -> list[tuple[float, bool]]:
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             answers = score_continuations(

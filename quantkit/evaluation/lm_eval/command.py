@@ -22,9 +22,9 @@ def run(arguments: Sequence[str]) -> None:
         print(own[arguments[0]]())
         return
     try:
-        from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415 - an extra that may be absent
+        from lm_eval.__main__ import cli_evaluate
 
-        from quantkit.evaluation.lm_eval import adapter  # noqa: PLC0415
+        from quantkit.evaluation.lm_eval import adapter
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("quantkit"):
             raise

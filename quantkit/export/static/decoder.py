@@ -136,7 +136,7 @@ class _Static:
     def add(self, name: str, left: str, right: str) -> str:
         return self.graph.op("Add", left, right, name=name)
 
-    def constant(self, name: str, values: Any) -> str:  # noqa: ANN401 - whatever numpy takes
+    def constant(self, name: str, values: Any) -> str:
         return static_operators.floats(self.graph, name, values)
 
     def embed(self, ids: str) -> str:

@@ -62,7 +62,7 @@ def reshape(graph: Graph, name: str, x: str, *sizes: int) -> str:
     return graph.op("Reshape", x, graph.integers(*sizes), name=name)
 
 
-def floats(graph: Graph, name: str, values: Any) -> str:  # noqa: ANN401 - whatever numpy takes
+def floats(graph: Graph, name: str, values: Any) -> str:
     """A constant of floats, which gets a grid like any other value."""
     return graph.constant(name, np.asarray(values, np.float32))
 

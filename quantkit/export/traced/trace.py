@@ -46,7 +46,7 @@ def trace(
             return trace_parts(original(open_source(str(folder))), out_dir, opset=OPSET)
     task = _supported_task(folder, model_type, architecture)
     with _quiet():
-        from optimum.exporters.onnx import main_export  # noqa: PLC0415 - takes seconds
+        from optimum.exporters.onnx import main_export
 
         try:
             main_export(
@@ -75,7 +75,7 @@ def why_not_trace() -> str | None:
     """Why nothing can be traced in this environment, or None."""
     try:
         with _quiet():
-            import optimum.exporters.onnx.model_configs  # noqa: F401, PLC0415
+            import optimum.exporters.onnx.model_configs  # noqa: F401
     except ImportError as error:
         return " ".join(str(error).split())[:200]
     return None
@@ -91,8 +91,8 @@ def _supported_task(folder: Path, model_type: str, architecture: str) -> str:
             next_step=f"{INSTALL}, in an environment of its own if this one needs a newer transformers",
         )
     with _quiet():
-        from optimum.exporters.onnx import model_configs  # noqa: F401, PLC0415 - fills the table of tasks
-        from optimum.exporters.tasks import TasksManager  # noqa: PLC0415
+        from optimum.exporters.onnx import model_configs  # noqa: F401 - fills the table of tasks
+        from optimum.exporters.tasks import TasksManager
 
         try:
             tasks = TasksManager.get_supported_tasks_for_model_type(

@@ -22,7 +22,7 @@ DECODER, ENCODER = "decoder", "encoder"
 
 
 class _Encoder(nn.Module):
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - a model of quantkit's own
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.encoder = model.get_encoder()
 
@@ -34,7 +34,7 @@ class _Encoder(nn.Module):
 class _First(nn.Module):
     """The first step, which makes every cache."""
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.decoder, self.lm_head, self.depth = model.model.decoder, model.lm_head, _depth(model)
 
@@ -47,7 +47,7 @@ class _First(nn.Module):
 class _Later(nn.Module):
     """A later step, which is given them."""
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.decoder, self.lm_head, self.depth = model.model.decoder, model.lm_head, _depth(model)
 
@@ -62,11 +62,11 @@ class _Later(nn.Module):
         return logits, *_held(cache, self.depth, (DECODER,))
 
 
-def _depth(model: Any) -> int:  # noqa: ANN401
+def _depth(model: Any) -> int:
     return len(model.model.decoder.layers)
 
 
-def _held(cache: Any, depth: int, parts: Sequence[str]) -> tuple[Tensor, ...]:  # noqa: ANN401
+def _held(cache: Any, depth: int, parts: Sequence[str]) -> tuple[Tensor, ...]:
     """Keys and values layer by layer, in the order of `_names`."""
     halves = {DECODER: cache.self_attention_cache, ENCODER: cache.cross_attention_cache}
     layers = (halves[part].layers[index] for index in range(depth) for part in parts)
@@ -82,7 +82,7 @@ def _names(start: str, depth: int, parts: Sequence[str]) -> list[str]:
     ]
 
 
-def trace_parts(model: Any, out_dir: Path, *, opset: int) -> tuple[Path, ...]:  # noqa: ANN401
+def trace_parts(model: Any, out_dir: Path, *, opset: int) -> tuple[Path, ...]:
     """Write encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx."""
     out_dir.mkdir(parents=True, exist_ok=True)
     depth, sizes = _depth(model), model.config

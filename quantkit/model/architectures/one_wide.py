@@ -44,7 +44,7 @@ class OneWideConfig(ReferenceConfig):
         encoder_ffn: str = "shared",
         decoder_ffn: str = "none",
         decoder_start_token_id: int = 0,
-        **kwargs: Any,  # noqa: ANN401 - of the reference config
+        **kwargs: Any,
     ) -> None:
         """`num_hidden_layers` is the encoder's depth, and the decoder's where that is not given."""
         self.num_decoder_layers = num_hidden_layers if num_decoder_layers is None else num_decoder_layers
@@ -71,7 +71,7 @@ class CrossAttention(ReferenceAttention):
         x_BTH: Tensor,
         encoded_BSH: Tensor,
         hidden_B1S: Tensor | None,
-        cache: Any,  # noqa: ANN401
+        cache: Any,
     ) -> Tensor:
         """`cache` is an `EncoderDecoderCache` or None."""
         query = self.heads(self.q_proj(x_BTH))
@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
         hidden_BTS: Tensor,
         encoded_BSH: Tensor,
         unseen_B1S: Tensor | None,
-        cache: Any = None,  # noqa: ANN401
+        cache: Any = None,
     ) -> Tensor:
         """The residual stream after this layer."""
         own = cache.self_attention_cache if cache is not None else None
@@ -156,7 +156,7 @@ class OneWideEncoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
         )
         self.norm = make_norm(config)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> BaseModelOutput:  # noqa: ANN401
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> BaseModelOutput:
         """The last hidden states."""
         x_BTH = self.embed_tokens(input_ids)
         positions = torch.arange(x_BTH.shape[1], device=x_BTH.device)[None]
@@ -183,7 +183,7 @@ class OneWideDecoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
         input_ids: Tensor,
         encoded_BSH: Tensor,
         encoder_mask: Tensor | None,
-        cache: Any = None,  # noqa: ANN401
+        cache: Any = None,
     ) -> Tensor:
         """The last hidden states; a cache that is given is written to."""
         x_BTH = self.embed_tokens(input_ids)
@@ -212,7 +212,7 @@ class OneWideModel(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
         table: nn.Module = self.shared
         return table
 
-    def get_encoder(self, *_: Any, **__: Any) -> nn.Module:  # noqa: ANN401 - newer transformers ask by kind
+    def get_encoder(self, *_: Any, **__: Any) -> nn.Module:
         """The encoder."""
         return self.encoder
 
@@ -249,7 +249,7 @@ class OneWideForConditionalGeneration(OneWidePreTrainedModel, GenerationMixin): 
         head: nn.Module = self.lm_head
         return head
 
-    def get_encoder(self, *_: Any, **__: Any) -> nn.Module:  # noqa: ANN401
+    def get_encoder(self, *_: Any, **__: Any) -> nn.Module:
         """The encoder, which generation runs once."""
         encoder: nn.Module = self.model.encoder
         return encoder
@@ -259,11 +259,11 @@ class OneWideForConditionalGeneration(OneWidePreTrainedModel, GenerationMixin): 
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
-        encoder_outputs: Any = None,  # noqa: ANN401
-        past_key_values: Any = None,  # noqa: ANN401
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        **_: Any,  # noqa: ANN401 - what generation hands on to every model
+        **_: Any,
     ) -> Seq2SeqLMOutput:
         """Logits of the decoder's tokens, and the mean cross entropy of `labels` where given."""
         if encoder_outputs is None:

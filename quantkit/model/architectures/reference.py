@@ -54,7 +54,7 @@ class ReferenceConfig(PretrainedConfig):
         tie_word_embeddings: bool = False,
         initializer_range: float = 0.02,
         use_cache: bool = True,
-        **kwargs: Any,  # noqa: ANN401 - whatever transformers keeps in a config
+        **kwargs: Any,
     ) -> None:
         """Fields as other decoders spell them, where they have a spelling."""
         self.vocab_size = vocab_size
@@ -193,7 +193,7 @@ class ReferenceAttention(nn.Module):
         cosine_BTD: Tensor,
         sine_BTD: Tensor,
         hidden_BTS: Tensor,
-        cache: Any = None,  # noqa: ANN401 - any transformers cache
+        cache: Any = None,
     ) -> Tensor:
         """`hidden_BTS` is true where a token must not look."""
         query, key, value = (
@@ -227,7 +227,7 @@ def turn(x_BNTD: Tensor, cosine_BTD: Tensor, sine_BTD: Tensor) -> Tensor:
     return x_BNTD * cosine_BTD[:, None] + turned * sine_BTD[:, None]
 
 
-def waves(config: Any, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+def waves(config: Any, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(cosines, sines) [B, T, D]; not kept, so that no buffer is lost on the way to a device."""
     head_dim = config.hidden_size // config.num_attention_heads
     steps = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32)
@@ -265,7 +265,7 @@ class ReferenceBlock(nn.Module):
         cosine_BTD: Tensor,
         sine_BTD: Tensor,
         hidden_BTS: Tensor,
-        cache: Any = None,  # noqa: ANN401
+        cache: Any = None,
     ) -> Tensor:
         """The residual stream after this block."""
         attention = (cosine_BTD, sine_BTD, hidden_BTS, cache)
@@ -306,7 +306,7 @@ class ReferenceModel(ReferencePreTrainedModel):  # type: ignore[no-untyped-call]
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,  # noqa: ANN401
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states; a cache that is given is written to."""
@@ -338,12 +338,12 @@ class ReferenceForCausalLM(ReferencePreTrainedModel, GenerationMixin):  # type: 
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,  # noqa: ANN401
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **_: Any,  # noqa: ANN401 - what generation hands on to every model
+        **_: Any,
     ) -> CausalLMOutputWithPast:
         """Logits, the cache where one is used, and the mean cross entropy of `labels` where given."""
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):

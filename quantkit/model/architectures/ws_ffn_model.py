@@ -39,7 +39,7 @@ class WsFfnConfig(ReferenceConfig):
         lambda_logits_z: float = 1e-4,
         tau: float = 0.07,
         use_aux_loss: bool = True,
-        **kwargs: Any,  # noqa: ANN401 - of the reference, and what transformers keeps
+        **kwargs: Any,
     ) -> None:
         """Sizes that no wsFFN can have are refused here, before anything is built."""
         self.num_latent_heads = num_latent_heads
@@ -133,12 +133,12 @@ class WsFfnForCausalLM(WsFfnPreTrainedModel, ReferenceForCausalLM):  # type: ign
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,  # noqa: ANN401
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **_: Any,  # noqa: ANN401 - what generation hands on to every model
+        **_: Any,
     ) -> WsFfnOutput:
         """As the reference, whose names generation looks for; `total` is `main` where nothing else trains."""
         output: Any = super().forward(

@@ -29,7 +29,7 @@ class ByConfig:
     values: Mapping[Any, Any]
     absent: Any
 
-    def read(self, config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever the values are
+    def read(self, config: Mapping[str, Any]) -> Any:
         """The fact under this config; an unforeseen value raises rather than guess."""
         return self.values[config.get(self.key, self.absent)]
 
@@ -75,7 +75,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)  # newer module name -> name in checkpoints
 
 
-def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - facts are of any type
+def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:
     """A fact of a row under a config, of which several fields may decide it, or none."""
     while isinstance(fact, ByConfig):
         fact = fact.read(config)

@@ -113,7 +113,7 @@ class Pass:
     # By call of a linear whose output is added to the stream.
     placements: dict[int, NormPlacement | None] = field(default_factory=dict)
 
-    def of(self, x: Any) -> Origin:  # noqa: ANN401
+    def of(self, x: Any) -> Origin:
         """The origin of anything that a function was given."""
         return self.origins.get(id(x), Origin(root=id(x))) if torch.is_tensor(x) else Origin()
 
@@ -133,11 +133,11 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
+        func: Any,
+        types: Any,
         args: Sequence[Any] = (),
-        kwargs: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        kwargs: Any = None,
+    ) -> Any:
         """Compute, then say where the result comes from."""
         kwargs = kwargs or {}
         given = [x for x in tensors_in((*args, *kwargs.values())) if x.is_floating_point()]
@@ -155,8 +155,8 @@ class Watch(TorchFunctionMode):
     def _follow(
         self,
         name: str,
-        func: Any,  # noqa: ANN401
-        kwargs: Any,  # noqa: ANN401
+        func: Any,
+        kwargs: Any,
         before: list[Origin],
         known: list[Origin],
         made: Tensor,

@@ -179,13 +179,13 @@ def _hooks(
         yield
 
 
-def _first(args: Sequence[Any], kwargs: Any) -> Tensor:  # noqa: ANN401
+def _first(args: Sequence[Any], kwargs: Any) -> Tensor:
     found: Tensor = next(tensors_in((*args, *kwargs.values())))
     return found
 
 
-def _after_linear(name: str, seen: Pass) -> Any:  # noqa: ANN401 - a hook
-    def hook(_: nn.Module, args: Any, kwargs: Any, made: Tensor) -> None:  # noqa: ANN401
+def _after_linear(name: str, seen: Pass) -> Any:
+    def hook(_: nn.Module, args: Any, kwargs: Any, made: Tensor) -> None:
         given = _first(args, kwargs)
         number = len(seen.calls)
         seen.calls.append(LinearCall(name, given, seen.of(given)))
@@ -194,8 +194,8 @@ def _after_linear(name: str, seen: Pass) -> Any:  # noqa: ANN401 - a hook
     return hook
 
 
-def _after_norm(kind: NormKind, seen: Pass) -> Any:  # noqa: ANN401
-    def hook(_: nn.Module, args: Any, kwargs: Any, made: Tensor) -> None:  # noqa: ANN401
+def _after_norm(kind: NormKind, seen: Pass) -> Any:
+    def hook(_: nn.Module, args: Any, kwargs: Any, made: Tensor) -> None:
         origin = seen.of(_first(args, kwargs))
         seen.put(made, Origin(norm=len(seen.norms), after=origin.after))
         seen.norms.append(NormCall(kind, origin, made))
@@ -203,8 +203,8 @@ def _after_norm(kind: NormKind, seen: Pass) -> Any:  # noqa: ANN401
     return hook
 
 
-def _after_curve(curve: Activation, seen: Pass) -> Any:  # noqa: ANN401
-    def hook(_: nn.Module, args: Any, kwargs: Any, made: Tensor) -> None:  # noqa: ANN401
+def _after_curve(curve: Activation, seen: Pass) -> Any:
+    def hook(_: nn.Module, args: Any, kwargs: Any, made: Tensor) -> None:
         origin = seen.of(_first(args, kwargs))
         if origin.parts:
             seen.put(made, replace(origin, curve=curve))

@@ -50,8 +50,8 @@ def with_weights(source: Source, *, random_weights: bool) -> Source:
 
 
 def _fetch(name: str) -> Path:
-    from huggingface_hub import constants, snapshot_download  # noqa: PLC0415 - a second that few runs need
-    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         offline = not hub_is_reachable(constants.ENDPOINT)
@@ -157,14 +157,14 @@ def reference_answer_logits(source: Source) -> AnswerLogits:
     return logits
 
 
-def original(source: Source) -> Any:  # noqa: ANN401 - any transformers model
+def original(source: Source) -> Any:
     """The model as it lies in the folder, in float32 and evaluation mode."""
     return _reference(source)[0]
 
 
-def new_cache() -> Any:  # noqa: ANN401 - transformers' own class
+def new_cache() -> Any:
     """An empty cache of a decoder that reads an encoder."""
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache  # noqa: PLC0415 - takes a while
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
     return EncoderDecoderCache(DynamicCache(), DynamicCache())
 

@@ -82,7 +82,7 @@ class HostServer(ThreadingHTTPServer):
         plain, address = super().get_request()
         return timed(plain), address
 
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+    def process_request(self, request: Any, client_address: Any) -> None:
         """A thread for it, if there is a place; else it is closed."""
         if not self.places.acquire(blocking=False):
             self.shutdown_request(request)
@@ -93,14 +93,14 @@ class HostServer(ThreadingHTTPServer):
             self.places.release()
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve it, and give the place back."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.places.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """The kind of a mistake and nothing else: a traceback could show what was sent."""
         print(f"quantkit: a connection ended with {type(sys.exception()).__name__}", file=sys.stderr)
 
@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         header = Header(kind=0, status=Status.BAD_MESSAGE, num_bytes=len(words))
         self.reply(code, header.pack() + words)
 
-    def log_message(self, *_: Any) -> None:  # noqa: ANN401
+    def log_message(self, *_: Any) -> None:
         """Nothing: who asked what and when is nobody's business."""
 
 

@@ -65,7 +65,7 @@ class Recording:
     moment: int = 0
 
 
-def forward(module: nn.Module, tokens_BT: Ints) -> Any:  # noqa: ANN401 - whatever the model returns
+def forward(module: nn.Module, tokens_BT: Ints) -> Any:
     """An ordinary forward pass without a cache; a decoder beside an encoder is given the same text."""
     device = next(module.parameters()).device
     ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_BT)).to(device)
@@ -154,7 +154,7 @@ def record(
 
         return hook
 
-    def leaving(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:  # noqa: ANN401 - as torch's hook
+    def leaving(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
         seen.moment += 1
         seen.blocks[-1].outputs = outputs
 
@@ -204,7 +204,7 @@ def _settle_output(call: BlockCall, at: int) -> None:
     call.outputs = None  # gives the memory back
 
 
-def _put(call: BlockCall, hidden: Tensor | None) -> Any:  # noqa: ANN401 - an argument is of any type
+def _put(call: BlockCall, hidden: Tensor | None) -> Any:
     """Set the hidden states among the arguments, and give what stood there."""
     target: Any = call.args if isinstance(call.hidden_at, int) else call.kwargs
     before, target[call.hidden_at] = target[call.hidden_at], hidden
@@ -254,7 +254,7 @@ def _close(seen: Recording, num_windows: int) -> None:
         )
 
 
-def _is_plain(value: Any) -> bool:  # noqa: ANN401
+def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_is_plain(each) for each in value)
     if isinstance(value, dict):
@@ -262,7 +262,7 @@ def _is_plain(value: Any) -> bool:  # noqa: ANN401
     return torch.is_tensor(value) or isinstance(value, PLAIN)
 
 
-def is_same_call(one: Any, other: Any) -> bool:  # noqa: ANN401
+def is_same_call(one: Any, other: Any) -> bool:
     """Whether two calls were given the same arguments, tensors value by value."""
     if one is other:
         return True
@@ -312,11 +312,11 @@ def run_after(
     blocks: Sequence[BlockCall],
     hidden_BTH: Tensor,
     reached: Callable[[], None],
-) -> Any:  # noqa: ANN401 - whatever the model returns
+) -> Any:
     """What follows the last block, on its hidden states; `reached` is called when it begins."""
 
     def standing_in_for(call: BlockCall) -> Callable[..., Any]:
-        def run(*_: Any, **__: Any) -> Any:  # noqa: ANN401
+        def run(*_: Any, **__: Any) -> Any:
             if call is blocks[-1]:
                 reached()
             if call.output_at is None:

@@ -26,7 +26,7 @@ def apply_change(
     changes: Mapping[str, Basis],
     *,
     unties_head: bool = False,
-    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+    dtype: Any = np.float32,
 ) -> tuple[ModelMap, TransformedTensors]:
     """The model with each named space in another basis; nothing is computed before it is read."""
     spaces = {space.name: space for space in require_spaces(model_map)}

@@ -23,7 +23,7 @@ from quantkit.quantization.transforms.source import AddProduct, Along, Edit, Fil
 ROWS_AT_ONCE = 1024
 
 
-def opened(model_map: ModelMap, source: TensorSource, dtype: Any) -> TransformedTensors:  # noqa: ANN401
+def opened(model_map: ModelMap, source: TensorSource, dtype: Any) -> TransformedTensors:
     """The source as one that can be changed; every other name of a shared tensor leads to the one in use."""
     if isinstance(source, TransformedTensors):
         return replace(source, dtype=dtype)
@@ -78,7 +78,7 @@ def row_chunks(
 class Draft:
     """A change in the making; `finish` gives the pair that a transform returns."""
 
-    def __init__(self, model_map: ModelMap, source: TensorSource, dtype: Any) -> None:  # noqa: ANN401
+    def __init__(self, model_map: ModelMap, source: TensorSource, dtype: Any) -> None:
         """Nothing is changed yet."""
         self.map = model_map
         self.tensors = opened(model_map, source, dtype)

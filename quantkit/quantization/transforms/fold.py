@@ -31,7 +31,7 @@ def fold(
     source: TensorSource,
     *,
     unties_head: bool = False,
-    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+    dtype: Any = np.float32,
     norms: Collection[str] | None = None,
     **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
@@ -68,7 +68,7 @@ def require(
     model_map: ModelMap,
     space: Space | None,
     name: str,
-    kind: Any,  # noqa: ANN401 - a BasisKind
+    kind: Any,
     known: Collection[str],
     *,
     unties_head: bool,

@@ -30,7 +30,7 @@ def rotate_residual(
     source: TensorSource,
     *,
     unties_head: bool = False,
-    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+    dtype: Any = np.float32,
     seed: int = 0,
     **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
@@ -46,7 +46,7 @@ def rotate_heads(
     source: TensorSource,
     *,
     unties_head: bool = False,
-    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+    dtype: Any = np.float32,
     seed: int = 0,
     **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:

@@ -27,7 +27,7 @@ def permute(
     source: TensorSource,
     *,
     unties_head: bool = False,
-    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+    dtype: Any = np.float32,
     seed: int = 0,
     spaces: Collection[str] | None = None,
     moves_heads: bool = False,

@@ -38,7 +38,7 @@ def smooth(
     *,
     statistics: Statistics | None = None,
     unties_head: bool = False,
-    dtype: Any = np.float32,  # noqa: ANN401 - a numpy type
+    dtype: Any = np.float32,
     alpha: float | Mapping[str, float | None] = DEFAULT_ALPHA,
     rule: Rule = "smoothquant",
     spaces: Collection[str] | None = None,
@@ -79,7 +79,7 @@ def smooth(
 def smooth_for_weights(
     model_map: ModelMap,
     source: TensorSource,
-    **options: Any,  # noqa: ANN401 - those of `smooth`
+    **options: Any,
 ) -> tuple[ModelMap, TransformedTensors]:
     """The same by AWQ's rule."""
     return smooth(model_map, source, **{**options, "rule": "awq"})

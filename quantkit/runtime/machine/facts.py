@@ -221,7 +221,7 @@ def diagnose() -> Diagnosis:
 def imported_onnxruntime() -> str | None:
     """The version that the files of the package say, whatever any metadata says."""
     try:
-        import onnxruntime  # noqa: PLC0415 - heavy
+        import onnxruntime
     except Exception:  # damaged: the CPU provider's check tells
         return None
     return getattr(onnxruntime, "__version__", None)
@@ -256,7 +256,7 @@ def read_cpu() -> Cpu:
         source = "sysctl"
     if not any(features.values()):
         # Windows, or a sandbox without /proc or sysctl
-        import numpy as np  # noqa: PLC0415 - a broken numpy shall not stop the diagnosis before it is needed
+        import numpy as np
 
         features, source = features_of_numpy(np.show_config(mode="dicts"), machine), "numpy"
     logical_cores = psutil.cpu_count(logical=True) or os.cpu_count() or 1
@@ -326,7 +326,7 @@ def features_of_sysctl(text: str, machine: str) -> dict[str, bool | None]:
     }
 
 
-def features_of_numpy(config: Any, machine: str) -> dict[str, bool | None]:  # noqa: ANN401 - numpy's own dict
+def features_of_numpy(config: Any, machine: str) -> dict[str, bool | None]:
     """Features by numpy's start-up detection (`np.show_config(mode="dicts")`), which knows only some."""
     simd = config.get("SIMD Extensions", {})
     present = {*simd.get("baseline", ()), *simd.get("found", ())}

@@ -188,7 +188,7 @@ def write_cache(key: Mapping[str, str | int], throughput: Throughput) -> bool:
     return True
 
 
-def _from_json(values: Any) -> Throughput:  # noqa: ANN401 - whatever the file held
+def _from_json(values: Any) -> Throughput:
     """The record that was written, or an exception when a figure is missing or impossible."""
     names = {field.name for field in dataclasses.fields(Throughput)}
     if set(values) != names:
@@ -204,7 +204,7 @@ def _from_json(values: Any) -> Throughput:  # noqa: ANN401 - whatever the file h
 
 def _time_model(model: bytes, num_threads: int, seconds: float, *, optimise: bool = True) -> Timing:
     """Run a one-input model on the CPU; small non-negative values suit every kernel."""
-    import onnxruntime  # noqa: PLC0415 - heavy
+    import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads

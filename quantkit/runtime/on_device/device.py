@@ -67,7 +67,7 @@ def arguments(description: str | None, *providers: str) -> argparse.Namespace:
     return asked
 
 
-def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> Any:  # noqa: ANN401
+def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> Any:
     """A graph on the CPU, or all of it on the NPU, there from its compiled form where that fits."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = asked.threads, 4
@@ -101,7 +101,7 @@ def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> A
         sys.exit(f"provider qnn cannot run {name}: {' '.join(str(error).split())[:300]}")
 
 
-def run(session: Any, wanted: dict[str, Any]) -> Outputs:  # noqa: ANN401
+def run(session: Any, wanted: dict[str, Any]) -> Outputs:
     """All outputs by name; the graph is fed what it has inputs for, in their types."""
     inputs = session.get_inputs()
     feeds = {each.name: np.ascontiguousarray(wanted[each.name], TYPES[each.type]) for each in inputs}
@@ -109,12 +109,12 @@ def run(session: Any, wanted: dict[str, Any]) -> Outputs:  # noqa: ANN401
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
-def pasts(session: Any) -> dict[str, Any]:  # noqa: ANN401
+def pasts(session: Any) -> dict[str, Any]:
     """The inputs that hold keys and values."""
     return {each.name: each for each in session.get_inputs() if each.name.startswith("past_key_values")}
 
 
-def length_of(session: Any, name: str) -> int:  # noqa: ANN401
+def length_of(session: Any, name: str) -> int:
     """How many tokens an input of [1, tokens] holds."""
     return int(next(each.shape[1] for each in session.get_inputs() if each.name == name))
 
@@ -123,7 +123,7 @@ def chooser(asked: argparse.Namespace) -> Callable[[Any], int]:
     """What picks a token from its logits: the most likely one, or a drawn one."""
     random = np.random.default_rng(asked.seed)
 
-    def choose(logits: Any) -> int:  # noqa: ANN401
+    def choose(logits: Any) -> int:
         if asked.temperature == 0:
             return int(logits.argmax())
         scores = logits.astype(np.float64) / asked.temperature

@@ -42,7 +42,7 @@ class ProviderStatus:
 def available_providers() -> tuple[ProviderStatus, ...]:
     """The status of every row of `PROVIDERS`, in its order; nothing that fails here raises."""
     try:
-        import onnxruntime  # noqa: PLC0415 - heavy
+        import onnxruntime
 
         built_in = tuple(onnxruntime.get_available_providers())
     except Exception as error:  # a damaged wheel can fail in any way
@@ -56,7 +56,7 @@ def available_providers() -> tuple[ProviderStatus, ...]:
 def provider_status(name: str) -> ProviderStatus:
     """The status of one row alone, so that no other vendor's library is loaded."""
     try:
-        import onnxruntime  # noqa: PLC0415 - heavy
+        import onnxruntime
 
         return _status(PROVIDERS[name], onnxruntime, tuple(onnxruntime.get_available_providers()))
     except Exception as error:  # a damaged wheel can fail in any way

@@ -197,9 +197,9 @@ PROVIDERS: dict[str, Provider] = {
 }
 
 
-def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:  # noqa: ANN401 - both are onnxruntime's own
+def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:
     """A session on one provider; what it does not take falls to the CPU, as onnxruntime does it."""
-    import onnxruntime  # noqa: PLC0415 - heavy
+    import onnxruntime
 
     options.enable_mem_pattern = provider.keeps_memory_pattern
     if provider.source == "plugin" and installed_version(provider) is not None:
@@ -221,7 +221,7 @@ def options_of(provider: Provider) -> dict[str, str]:
     return {**provider.session_options, **(provider.emulation_options if emulates else {})}
 
 
-def chosen_device(provider: Provider) -> Any:  # noqa: ANN401 - an untyped OrtEpDevice
+def chosen_device(provider: Provider) -> Any:
     """The plugin's device of the kind that it is for, or else its first."""
     devices = plugin_devices(provider)
     if not devices:
@@ -233,7 +233,7 @@ def chosen_device(provider: Provider) -> Any:  # noqa: ANN401 - an untyped OrtEp
 
 def version_of(provider: Provider) -> str:
     """Of the distribution that holds it: the plugin's, else onnxruntime's."""
-    import onnxruntime  # noqa: PLC0415 - heavy
+    import onnxruntime
 
     found = installed_version(provider) if provider.source == "plugin" else None
     return found or str(onnxruntime.__version__)
@@ -250,7 +250,7 @@ def device_of(provider: Provider) -> str:
 
 def plugin_devices(provider: Provider) -> list[Any]:
     """The `OrtEpDevice`s of a plugin, registered once per process; an empty list when it cannot be had."""
-    import onnxruntime  # noqa: PLC0415 - heavy
+    import onnxruntime
 
     assert provider.plugin_module is not None, f"{provider.name} is built-in"
     if register_plugin(provider.plugin_module):
@@ -262,7 +262,7 @@ def plugin_devices(provider: Provider) -> list[Any]:
 def register_plugin(plugin_module: str) -> str:
     """Register a plugin's library with onnxruntime once per process; the reason if that fails."""
     try:
-        import onnxruntime  # noqa: PLC0415 - heavy
+        import onnxruntime
 
         if not hasattr(onnxruntime, "register_execution_provider_library"):
             return f"onnxruntime {onnxruntime.__version__} knows no plugins: pip install 'onnxruntime>=1.23'"
@@ -281,7 +281,7 @@ def devices_of(provider: Provider, onnxruntime: ModuleType) -> list[Any]:
     return [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider.onnxruntime_name]
 
 
-def device_text(provider: Provider, device: Any) -> str:  # noqa: ANN401 - an untyped OrtEpDevice
+def device_text(provider: Provider, device: Any) -> str:
     """Its kind and its name."""
     kind = device.device.type.name
     name = device.device.metadata.get("Description") or device.device.vendor or device.ep_vendor

@@ -208,7 +208,7 @@ def main(arguments: Sequence[str]) -> None:
 
     say("loading onnxruntime")
     # Not before: a package that is missing here, or a library that does not load, shall be told as well.
-    from quantkit.runtime.providers.trial_stages import STAGES, Trial  # noqa: PLC0415
+    from quantkit.runtime.providers.trial_stages import STAGES, Trial
 
     trial = Trial(asked=asked, provider=PROVIDERS[asked.provider], found=found)
     for stage, run in STAGES:

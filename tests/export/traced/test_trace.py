@@ -179,7 +179,7 @@ def test_the_files_of_t5_share_one_checkpoint(t5):
 
 @needs_optimum
 def test_optimum_generates_from_the_lowered_t5(t5):
-    from optimum.onnxruntime import ORTModelForSeq2SeqLM  # noqa: PLC0415 - only where it can be
+    from optimum.onnxruntime import ORTModelForSeq2SeqLM
 
     model, folder, *_ = t5
     model.config.save_pretrained(folder / "out")

@@ -82,7 +82,7 @@ def loss_of(logits, ids):
 
 def test_a_graph_that_does_not_run_whole_is_refused(tmp_path):
     """Dynamic sizes, which this provider leaves to the CPU: strict mode says no instead."""
-    from exporting import NOTHING, export  # noqa: PLC0415
+    from exporting import NOTHING, export
 
     build_tiny("GPT2LMHeadModel", FAMILIES["gpt2"].tiny).save_pretrained(tmp_path / "model")
     export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
