@@ -1,3 +1,42 @@
-"""quantkit: post-training quantization and verified ONNX export for Hugging Face transformers."""
+"""quantkit: post-training quantization and verified ONNX export for Hugging Face transformers.
+
+    import quantkit
+    artifact = quantkit.quantize("gpt2", min_dim=768)
+    artifact.generate("The king", max_new_tokens=32)
+
+Nothing heavy is imported until a function is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit.errors import InputError
+    from quantkit.pipeline.artifact import Artifact, load
+    from quantkit.pipeline.compare import compare
+    from quantkit.pipeline.inspect import inspect
+    from quantkit.pipeline.quantize import quantize
 
 __version__ = "0.1.0"
+__all__ = ["Artifact", "InputError", "compare", "inspect", "load", "quantize"]
+_HOMES = {
+    "Artifact": "quantkit.pipeline.artifact",
+    "InputError": "quantkit.errors",
+    "compare": "quantkit.pipeline.compare",
+    "inspect": "quantkit.pipeline.inspect",
+    "load": "quantkit.pipeline.artifact",
+    "quantize": "quantkit.pipeline.quantize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quantkit' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -142,6 +142,11 @@ class Recipe(BaseModel):
     seed: int = Field(default=0, ge=0, description="of the random weights")
     measure: Measure = Measure()
 
+    @property
+    def searches(self) -> bool:
+        """Whether a budget is given, within which formats are searched."""
+        return self.budget.max_ppl_increase is not None or self.budget.max_kl is not None
+
 
 SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     (): Recipe,

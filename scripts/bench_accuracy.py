@@ -19,7 +19,7 @@ from typing import Any
 
 from make_outliers import make_outliers
 
-from quantkit.pipeline.quantize import run
+from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import Recipe, override
 from quantkit.report.quantization import report_json
 
@@ -214,7 +214,7 @@ def main() -> int:
             reports = json.loads(stored.read_text(encoding="utf-8"))
         for label in arguments.only or CONFIGURATIONS:
             recipe = override(Recipe(), {**common, **CONFIGURATIONS[label]})
-            finished = run(recipe, output=Path(made) / "out", force=True)
+            finished = quantize(recipe=recipe, output=Path(made) / "out", force=True, quiet=False)
             reports[label] = report_json(finished.report)
             print(" | ".join(row_of(label, reports[label])), flush=True)
     reports = {label: reports[label] for label in CONFIGURATIONS if label in reports}

@@ -25,7 +25,7 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.model_map import FFN_ROLES
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import WEIGHTS_FILE, write_model
+from quantkit.pipeline.export import WEIGHTS_FILE, ExportJob, export_dynamic
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 
@@ -100,17 +100,15 @@ def measure(name: str, changes: dict[str, Any], folder: Path) -> Figures:
     source = open_source(str(folder / "model"))
     out = folder / "out"
     out.mkdir()
-    exported = write_model(
-        model_map,
-        choose(model_map, min_dim=256),
-        open_weights(source, model_map, random_weights=False),
-        out,
-        scheme_name=SCHEME,
-        fit="rtn",
-        target_name="cpu",
+    job = ExportJob(
+        model_map=model_map,
+        plan=choose(model_map, min_dim=256),
+        weights=open_weights(source, model_map, random_weights=False),
+        scheme=SCHEME,
         single_file_bytes=0,
         original=folder / "model",
     )
+    exported = export_dynamic(job, out)
     rows = specify(model_map, batch=1, length=LENGTH).rows
     ffns = [layer for layer in model_map.layers if layer.role in FFN_ROLES]
     return Figures(

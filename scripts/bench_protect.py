@@ -30,8 +30,8 @@ import numpy as np
 from quantkit.evaluation.accuracy import measure_accuracy
 from quantkit.evaluation.measure import encoded_text
 from quantkit.model.model_map import to_json
-from quantkit.pipeline.quantize import run as quantize
-from quantkit.pipeline.quantize import write_float
+from quantkit.pipeline.quantize import quantize
+from quantkit.pipeline.write import write_float_model
 from quantkit.private.audit import audit
 from quantkit.private.client.connection import connect
 from quantkit.private.client.model import generate_split, local, open_client
@@ -58,7 +58,7 @@ def recipe_of(scheme: str, **settings: Any) -> Recipe:
 
 def make(recipe: Recipe, folder: Path) -> Path:
     """The model in one piece and in two, by one recipe."""
-    quantize(recipe, output=folder / "whole", quiet=True)
+    quantize(recipe=recipe, output=folder / "whole")
     protect(recipe, key_file=folder / "a.key", output=folder / "split", quiet=True)
     return folder
 
@@ -143,7 +143,7 @@ def accuracies(tokens: int) -> list[dict[str, Any]]:
     """The embedded model in every INT8 scheme, in one piece and split, against the original in float."""
     with tempfile.TemporaryDirectory() as made:
         (Path(made) / "float").mkdir()
-        write_float("demo", Path(made) / "float")
+        write_float_model("demo", Path(made) / "float")
         reference = open_decoder(Path(made) / "float")
         ids, text = encoded_text(Measure(max_tokens=tokens), Path(made) / "float")
         rows = []

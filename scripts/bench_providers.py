@@ -31,7 +31,7 @@ from peers.workplace import fingerprint
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights, with_weights
-from quantkit.pipeline.export import write_companions, write_reference
+from quantkit.pipeline.write import write_float_model
 from quantkit.report.providers import bar, percent
 from quantkit.report.tables import Page, Table, to_markdown
 from quantkit.runtime.machine.facts import read_cpu
@@ -93,13 +93,7 @@ def make(model: str, target: str, folder: Path, flags: list[str]) -> None:
     if target == FLOAT:
         is_random = "--random-weights" in flags
         folder.mkdir(parents=True)
-        source = with_weights(open_source(model), random_weights=is_random)
-        model_map = inspect_source(source)
-        weights = open_weights(source, model_map, random_weights=is_random)
-        write_reference(
-            model_map, weights, folder, scheme_name="int8_block64", fit="rtn", single_file_bytes=64 << 20
-        )
-        write_companions(source, model_map, folder)
+        write_float_model(model, folder, random_weights=is_random)
         settings = {"model": model, "random_weights": is_random}
         (folder / "recipe.yaml").write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
         return

@@ -29,7 +29,7 @@ from quantkit.model.architectures.ws_ffn import cosine_similarities
 from quantkit.model.architectures.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import tokenizer_files
-from quantkit.pipeline.quantize import run
+from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import Recipe, override
 from quantkit.report.quantization import report_json
 from quantkit.runtime.machine.facts import read_cpu
@@ -194,7 +194,7 @@ def quantized(folder: Path) -> dict[str, Any]:
         typed = {"model": str(folder), "keep_latent": keeps}
         typed |= {"measure.latency": False, "measure.memory": False}
         made = folder.parent / f"{folder.name}-int8{'-latents' if keeps else ''}"
-        document = report_json(run(override(Recipe(), typed), output=made, force=True, quiet=True).report)
+        document = report_json(quantize(recipe=override(Recipe(), typed), output=made, force=True).report)
         found[name] = {key: document[key] for key in ("accuracy", "size", "projections")}
     return found
 

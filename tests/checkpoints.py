@@ -11,7 +11,7 @@ from torch import nn
 from quantkit.model.inspect import map_module
 from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import ModelMap
-from quantkit.pipeline.export import describe
+from quantkit.pipeline.export import checkpoint_header
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose
@@ -74,7 +74,7 @@ def quantize(
         packs_attention=packs_attention,
     )
     source = ModuleTensors(model)
-    description = describe(model_map, plan, contents, scheme, "rtn")
+    description = checkpoint_header(model_map, plan, contents, scheme, "rtn")
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = write_checkpoint(
         folder / "weights.safetensors",

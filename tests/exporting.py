@@ -15,7 +15,7 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import model_class, open_source
 from quantkit.model.model_map import Layer
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import NOTHING, Exported, write_companions, write_model
+from quantkit.pipeline.export import NOTHING, ExportJob, Exported, export_dynamic, write_companions
 from quantkit.plan.select import choose
 from quantkit.quantization.layout import Evidence
 
@@ -55,20 +55,21 @@ def build_tiny(tiny_class: str, sizes: dict, *, spread: float = 0.1, dtype=torch
     return model.to(dtype)
 
 
+def write_model(model_map, plan, weights, out: Path, *, scheme: str, **options) -> Exported:
+    """Quantize and export what is open already."""
+    job = ExportJob(model_map=model_map, plan=plan, weights=weights, scheme=scheme, **options)
+    return export_dynamic(job, out)
+
+
 def export(folder: Path, out: Path, *, scheme: str = "int8_block32", min_dim: int = 1, **options) -> Exported:
     """Quantize and export a checkpoint folder; `min_dim=NOTHING` leaves everything in float."""
     out.mkdir(parents=True, exist_ok=True)
     source = open_source(str(folder))
     model_map = inspect(str(folder))
     weights = open_weights(source, model_map, random_weights=False)
-    settings = {"fit": "rtn", "target_name": "cpu", "single_file_bytes": 64 << 20, "keeps_checkpoint": True}
+    plan = choose(model_map, min_dim=min_dim)
     exported = write_model(
-        model_map,
-        choose(model_map, min_dim=min_dim),
-        weights,
-        out,
-        scheme_name=scheme,
-        **{**settings, **options},
+        model_map, plan, weights, out, scheme=scheme, **{"keeps_checkpoint": True, **options}
     )
     write_companions(source, model_map, out)
     return exported
@@ -111,4 +112,4 @@ def error(made: np.ndarray, wanted: np.ndarray) -> Error:
     return Error(absolute=difference, relative=difference / float(np.abs(wanted).max()))
 
 
-__all__ = ["DECODERS", "NOTHING", "build_tiny", "decoder_cases", "error", "export", "observe"]
+__all__ = ["DECODERS", "NOTHING", "build_tiny", "decoder_cases", "error", "export", "observe", "write_model"]

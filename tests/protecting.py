@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
+from exporting import write_model
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import write_companions, write_model
+from quantkit.pipeline.export import write_companions
 from quantkit.plan.select import choose
 from quantkit.private.host.model import whole_text
 from quantkit.private.keys import Key, fingerprint, open_key
@@ -54,10 +55,9 @@ def split(
     weights = open_weights(source, model_map, random_weights=False)
     whole = out / "whole"
     whole.mkdir()
-    options = {"fit": "rtn", "target_name": "cpu", "single_file_bytes": 64 << 20}
     if makes_whole:
         plan = choose(model_map, min_dim=min_dim)
-        write_model(model_map, plan, weights, whole, scheme_name=scheme, **options)
+        write_model(model_map, plan, weights, whole, scheme=scheme)
         write_companions(source, model_map, whole)
     return Pair(
         host=made.folder / "host",

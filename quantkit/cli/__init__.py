@@ -1,6 +1,7 @@
-"""The command line: one verb a stage, no logic. Heavy imports happen inside the verb that needs them.
+"""The command line: one file a verb, with its flags, the call, and what it prints.
 
-Exit codes: 0 done, 1 a bar was missed or a check found a problem, 2 the input was wrong (one line on stderr).
+Heavy imports happen inside the verb that needs them. Exit codes: 0 done, 1 a bar was missed or a check found
+a problem, 2 the input was wrong (one line on stderr).
 """
 
 from __future__ import annotations
@@ -8,16 +9,24 @@ from __future__ import annotations
 import sys
 
 # In the order in which --help lists the verbs.
-from quantkit.cli import inspecting  # isort: skip
-from quantkit.cli import quantizing  # isort: skip
-from quantkit.cli import running  # isort: skip
-from quantkit.cli import judging  # isort: skip
-from quantkit.cli import shipping  # isort: skip
-from quantkit.cli import protecting  # isort: skip
+from quantkit.cli import inspect  # isort: skip
+from quantkit.cli import quantize  # isort: skip
+from quantkit.cli import generate  # isort: skip
+from quantkit.cli import lm_eval  # isort: skip
+from quantkit.cli import report  # isort: skip
+from quantkit.cli import evaluate  # isort: skip
+from quantkit.cli import bench  # isort: skip
+from quantkit.cli import compare  # isort: skip
+from quantkit.cli import package  # isort: skip
+from quantkit.cli import doctor  # isort: skip
+from quantkit.cli import protect  # isort: skip
+from quantkit.cli import serve_host  # isort: skip
 from quantkit.cli.app import app
 from quantkit.errors import InputError
 
-__all__ = ["app", "inspecting", "judging", "main", "protecting", "quantizing", "running", "shipping"]
+VERBS = (
+    inspect, quantize, generate, lm_eval, report, evaluate, bench, compare, package, doctor, protect, serve_host
+)  # fmt: skip
 WRONG_INPUT = 2
 
 
@@ -27,11 +36,11 @@ def main() -> None:
         code = app(standalone_mode=False)
     except InputError as error:
         _refuse(str(error))
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
         sys.stderr.close()
         sys.exit(0)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # a mistake of our own keeps its traceback
+        if not hasattr(error, "format_message"):  # a defect of quantkit keeps its traceback
             raise
         message = " ".join(error.format_message().split())
         _refuse(f"{message}; next: 'quantkit --help' or 'quantkit VERB --help' lists what is allowed")

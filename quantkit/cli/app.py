@@ -1,21 +1,28 @@
-"""What every verb of the command line shares: the application, its common options, and how a verb ends."""
+"""The application, the options that several verbs share, and how a verb prints and ends."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import quantkit
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    from quantkit.report.tables import Page
 
 MISSED = 1
+FORMATS = ("table", "markdown", "json")
+NO_TRANSFORM = "none"
 
 app = typer.Typer(
     name="quantkit",
     help="Post-training quantization and verified ONNX export for Hugging Face transformers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -31,7 +38,8 @@ RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="a recipe file
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="run code that ships with the checkpoint")
 ]
-Artifact = Annotated[Path, typer.Argument(help="a folder that 'quantkit quantize' wrote")]
+ArtifactFolder = Annotated[Path, typer.Argument(help="a folder that 'quantkit quantize' wrote")]
+OutputFormat = Annotated[str, typer.Option("--format", help="table, markdown or json")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -42,17 +50,50 @@ def top(version: Annotated[bool, typer.Option("--version", help="print the versi
         typer.echo(f"quantkit {quantkit.__version__}")
 
 
-@app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Runtimes, providers and devices of this machine; clashes are named with their cure."""
-    from quantkit.cli import requests_measure
+def show(document: Mapping[str, Any] | Sequence[Any], page: Page, output_format: str = "table") -> None:
+    """Print a result as a table, as Markdown or as JSON."""
+    from quantkit.report.tables import print_page, to_markdown
 
-    finish(*requests_measure.health(as_json=as_json))
+    if output_format == "json":
+        typer.echo(json.dumps(document, indent=2))
+    elif output_format == "markdown":
+        typer.echo(to_markdown(page), nl=False)
+    else:
+        print_page(page)
 
 
-def finish(printed: str, holds: bool = True) -> None:
-    """Print what did not go to the terminal yet; a missed bar, or a problem found, is exit code 1."""
-    if printed:
-        typer.echo(printed, nl=not printed.endswith("\n"))
+def check_format(output_format: str, allowed: Sequence[str] = FORMATS) -> str:
+    if output_format not in allowed:
+        raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(allowed))
+    return output_format
+
+
+def finish(holds: bool) -> None:
+    """End with exit code 1 where a bar was missed or a problem was found."""
     if not holds:
         raise typer.Exit(MISSED)
+
+
+def parse_size(text: str | None) -> int | str | None:
+    """The value of --min-dim: a whole number, or "auto"."""
+    from quantkit.plan.select import parse_min_dim
+
+    return text if text in (None, "auto") else parse_min_dim(str(text))
+
+
+def parse_whole(flag: str, text: str | None, least: int) -> int | None:
+    """The value of a flag that takes a whole number."""
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise InputError(f"'{text}'", where=flag, allowed=f"a whole number from {least} up")
+    return value
+
+
+def parse_transforms(names: Sequence[str] | None) -> Sequence[str] | None:
+    """The values of --transform; "none" alone is an empty list."""
+    return [] if names == [NO_TRANSFORM] else names

@@ -1,66 +1,63 @@
-"""An artifact that lies in a folder, opened again as what it was exported, with the recipe that it came from.
-
-What the recipe says holds unless a flag says otherwise, so that the same figures come out again.
-"""
+"""An artifact folder opened with its recipe; the recipe's settings hold unless they are overridden."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.errors import InputError
-from quantkit.evaluation.measure import LARGEST_WINDOW
-from quantkit.evaluation.models import Model, open_model
 from quantkit.export.written import held_bytes
-from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe, override
-from quantkit.runtime.encoder import Encoder, open_encoder
+from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.session import MODEL_FILE, Decoder, open_decoder
-from quantkit.runtime.static_decoder import holds_static, open_static_decoder
+from quantkit.runtime.session import Session, open_session
 from quantkit.runtime.traced import holds_model
+
+LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """An artifact, ready to run."""
+class OpenArtifact:
+    """An artifact folder, its recipe and a session that runs it."""
 
     folder: Path
-    model: Model
     recipe: Recipe
-    metadata: Mapping[str, Any]
+    session: Session
 
     @property
     def context(self) -> int:
-        """The most tokens that it reads."""
-        if not isinstance(self.model, Encoder) and self.model.context:
-            return self.model.context
-        return int(self.metadata.get("max_positions") or LARGEST_WINDOW)
+        """The most tokens that the model reads."""
+        return int(self.session.context or self.session.metadata.get("max_positions") or LARGEST_WINDOW)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the session, else as config.json says."""
+        path = self.folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return self.session.vocab_size or config.get("vocab_size")
 
     @property
     def threads(self) -> int:
-        """What it runs with."""
         return self.recipe.measure.threads or read_cpu().num_threads
 
     @property
     def described(self) -> dict[str, str]:
-        """The artifact in words."""
+        """Folder, model and scheme, as reports name them."""
+        metadata = self.session.metadata
         return {
             "artifact": str(self.folder),
-            "model": self.recipe.model or str(self.metadata.get("model", "an unnamed model")),
-            "scheme": str(self.metadata.get("scheme", self.recipe.scheme)),
+            "model": self.recipe.model or str(metadata.get("model", "an unnamed model")),
+            "scheme": str(metadata.get("scheme", self.recipe.scheme)),
         }
 
     @property
     def size_bytes(self) -> int:
-        """Graph and weights."""
+        """Bytes of graphs and weights."""
         return held_bytes(self.folder, sorted(self.folder.glob("*.onnx")))
 
 
-def open_artifact(folder: Path, changes: Mapping[str, Any]) -> Opened:
-    """Open an artifact with its recipe, of which `changes` replace some keys."""
+def stored_recipe(folder: Path) -> Recipe:
+    """The recipe in an artifact folder; the default one where the folder has none."""
     if not holds_model(folder):
         raise InputError(
             "no model.onnx there",
@@ -69,36 +66,22 @@ def open_artifact(folder: Path, changes: Mapping[str, Any]) -> Opened:
             next_step="check the path, or quantize a model first",
         )
     path = folder / RECIPE_FILE
-    recipe = override(load_recipe(path) if path.exists() else Recipe(), changes)
-    model, metadata = open_whatever(folder, recipe.measure.threads)
-    return Opened(folder=folder, model=model, recipe=recipe, metadata=metadata)
+    return load_recipe(path) if path.exists() else Recipe()
 
 
-def open_whatever(folder: Path, threads: int | None) -> tuple[Model, Mapping[str, Any]]:
-    """As what it was exported, and what its graph says of itself."""
-    if holds_static(folder):
-        decoder = open_static_decoder(folder, threads=threads)
-        return decoder, decoder.metadata
-    if not (folder / MODEL_FILE).exists():
-        return open_model("traced", folder, threads=threads), {}
-    model: Decoder | Encoder
-    try:
-        model = open_decoder(folder, threads=threads)
-    except InputError:  # no logits: an encoder, or a file that the next line refuses in the same words
-        model = open_encoder(folder, threads=threads)
-    stored = json.loads(model.session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
-    is_decoder = isinstance(model, Decoder) and bool(model.caches)
-    kind = stored.get("kind") or ("decoder" if is_decoder else "encoder")
-    is_open = isinstance(model, Decoder if kind == "decoder" else Encoder)
-    return (model if is_open else open_model(kind, folder, threads=threads)), stored
+def open_artifact(folder: Path, recipe: Recipe | None = None) -> OpenArtifact:
+    """Open an artifact with its own recipe, or with another one."""
+    recipe = recipe or stored_recipe(folder)
+    threads = recipe.measure.threads or read_cpu().num_threads
+    return OpenArtifact(folder=folder, recipe=recipe, session=open_session(folder, threads=threads))
 
 
-def require_room(opened: Opened, asked: Mapping[str, int | None]) -> None:
-    """Refuse lengths that were typed and do not fit; those of a recipe shrink to the model's context."""
-    total = sum(length or 0 for length in asked.values())
-    if total > opened.context:
+def require_room(artifact: OpenArtifact, lengths: dict[str, int | None]) -> None:
+    """Refuse given lengths that exceed the context; those of a recipe shrink to it."""
+    total = sum(length or 0 for length in lengths.values())
+    if total > artifact.context:
         raise InputError(
             f"{total} tokens are more than the model's context",
-            where=" and ".join(flag for flag, length in asked.items() if length),
-            allowed=f"up to {opened.context}",
+            where=" and ".join(flag for flag, length in lengths.items() if length),
+            allowed=f"up to {artifact.context}",
         )

@@ -1,353 +1,275 @@
-"""Measuring an exported model beside its original: accuracy, latency and memory, each only where it can be.
+"""Measures an artifact beside its references: accuracy, latency and memory, as its recipe asks.
 
-Accuracy is held against the original in transformers, which shares no code with the export. Times and
-memory are held against the same graph in float32, so that they show what quantization gains and nothing else.
+Accuracy is compared with the original in transformers, which shares no code with the export. Latency and
+memory are compared with the same graph in float32, so they show the gain of quantization alone. Quantizing,
+`eval` and `bench` all measure here.
 """
 
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib import resources
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.evaluation.accuracy import measure_accuracy
-from quantkit.evaluation.encoder_decoder import measure_halves
+from quantkit.evaluation.accuracy import TextPerplexity, measure_accuracy, measure_perplexity
+from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact
+from quantkit.evaluation.encoder_decoder import measure_halves, perplexity_of_halves
 from quantkit.evaluation.latency import Budget, measure_latency
-from quantkit.evaluation.measurements import Accuracy, Environment, Latency, Memory, PeakMemory, Similarity
-from quantkit.evaluation.memory import floor_ms, run_and_measure
-from quantkit.evaluation.models import (
-    Model,
-    answers_of,
-    bytes_per_token,
-    fitting,
-    fixed_length,
-    generates,
-    open_model,
-    outputs_of,
-    reads_and_answers,
-    runs_of,
-    why_not_measured,
+from quantkit.evaluation.measurements import (
+    Accuracy,
+    Environment,
+    Latency,
+    Memory,
+    PeakMemory,
+    Similarity,
 )
+from quantkit.evaluation.memory import floor_ms, run_and_measure
+from quantkit.evaluation.models import bytes_per_token, fitting, runs_of
+from quantkit.evaluation.reference import Reference, session_reference
 from quantkit.evaluation.similarity import measure_similarity
-from quantkit.export.rotary import context_of
-from quantkit.model.load import Source
-from quantkit.model.model_map import ModelMap
-from quantkit.model.weights.open import reference_answer_logits, reference_logits
-from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.export import Exported, reference_size, write_reference
+from quantkit.evaluation.text import encoded_text, random_text
+from quantkit.export.traffic import from_metadata
 from quantkit.progress import Progress
-from quantkit.recipe import Measure, Recipe
-from quantkit.runtime.encoder import Encoder
+from quantkit.recipe import Measure
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
-from quantkit.runtime.providers.placement import Placement, place
-from quantkit.runtime.providers.table import PROVIDERS
-from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
-from quantkit.runtime.traced import Traced
+from quantkit.runtime.session import Session, open_session
+from quantkit.runtime.tokenizer import TOKENIZER_FILE
 
 PROVIDER = "CPUExecutionProvider"
-CONFIG_FILES = ("config.json", "generation_config.json")  # a decoder's first token is told there
-RANDOM_TOKENS = 2048
-LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
-COPIES_TO_PLACE = 3  # of the weights, in the sessions that tell where nodes run
-SAFE_SHARE = 0.6  # of the free memory that a float reference may take
 PACKAGES = ("quantkit-onnx", "onnxruntime", "transformers", "torch", "onnx", "numpy")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What is measured, and what it was made from."""
-
-    exported: Exported
-    model_map: ModelMap
-    source: Source
-    weights: TensorSource
-    recipe: Recipe
-    options: dict[str, Any]  # of the export, for the float twin
-
-    @property
-    def threads(self) -> int:
-        """What everything is timed with."""
-        return self.recipe.measure.threads or read_cpu().num_threads
+MAX_RUNS = 15
+Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What came of it; None where it was not asked for or cannot be had."""
+    """The results; None where a figure was not asked for or cannot be measured."""
 
-    placement: Placement | None = None
     accuracy: Accuracy | None = None
-    similarity: Similarity | None = None
-    latency: tuple[Latency, ...] = ()
+    perplexity: TextPerplexity | None = None  # in place of accuracy, without a reference
+    similarity: Similarity | None = None  # in place of accuracy, for an encoder
+    latency: Latency | None = None
     memory: Memory | None = None
-    reference_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
 
-def accuracy_of(subject: Subject, *, progress: Progress) -> Accuracy | None:
-    """A decoder with real weights beside its original, and nothing else; None where no text can be read."""
-    quantized = open_model(subject.exported.kind, subject.exported.folder, threads=subject.threads)
-    found = _compare(subject, quantized, None, progress, [])
-    return found if isinstance(found, Accuracy) else None
+def measure(
+    artifact: OpenArtifact,
+    *,
+    original: Reference | None = None,
+    reference: Path | None = None,
+    accuracy: Accuracy | None = None,
+    progress: Progress,
+) -> Measured:
+    """Everything that the artifact's recipe asks for.
 
-
-def measure(subject: Subject, *, progress: Progress, known: Accuracy | None = None) -> Measured:
-    """Everything that the recipe asks for; an accuracy that is `known` is not measured again."""
-    wanted = subject.recipe.measure
-    if not (wanted.accuracy or wanted.latency or wanted.memory):
-        return Measured()
-    placement = _placement(subject.exported)
+    Accuracy is compared with `original`, or with the float graph in the folder `reference` where weights are
+    random; an `accuracy` that is known already is not measured again. Times and memory are compared with
+    `reference`.
+    """
+    measure, session = artifact.recipe.measure, artifact.session
     notes: list[str] = []
-    reason = why_not_measured(subject.exported)
-    if reason:
-        notes.append(f"the model is exported and checked, but not measured: {reason}")
-        return Measured(placement=placement, notes=tuple(notes))
-    with _float_twin(subject, progress, notes) as twin:
-        kind = subject.exported.kind
-        quantized = open_model(kind, subject.exported.folder, threads=subject.threads)
-        reference = open_model(kind, twin.folder, threads=subject.threads) if twin else None
-        compared: Accuracy | Similarity | None = None
-        if wanted.accuracy:
-            compared = known or _compare(subject, quantized, reference, progress, notes)
-        lengths = timed_lengths(wanted, subject.model_map.max_positions or LARGEST_WINDOW)
-        lengths = fitting(quantized, *lengths)
-        latency = _latency(subject, quantized, reference, lengths, progress) if wanted.latency else None
-        if latency and reads_and_answers(quantized):
-            notes.append("prefill is the encoder over the prompt and the decoder's first token after it")
-        run = "run" if generates(quantized) else "encode"
-        del quantized, reference
-        memory = _memory(subject, twin, run, lengths, progress) if wanted.memory else None
-        return Measured(
-            placement=placement,
-            accuracy=compared if isinstance(compared, Accuracy) else None,
-            similarity=compared if isinstance(compared, Similarity) else None,
-            latency=(latency,) if latency else (),
-            memory=memory,
-            reference_bytes=twin.num_bytes if twin else None,
-            notes=tuple(notes),
+    reference_session = open_session(reference, threads=artifact.threads) if reference else None
+    result: Accuracy | Similarity | TextPerplexity | None = accuracy
+    if measure.accuracy and result is None:
+        if artifact.recipe.random_weights:
+            original = session_reference(reference_session) if reference_session else None
+        result = accuracy_of(artifact, original, notes, progress)
+    lengths = fitting(session, *timed_lengths(measure, artifact.context))
+    latency = None
+    if measure.latency:
+        latency = _latency(artifact, reference_session, lengths, notes, progress)
+    run = "run" if session.generates else "encode"
+    del session, reference_session
+    memory = _memory(artifact, reference, run, lengths, progress) if measure.memory else None
+    return Measured(
+        accuracy=result if isinstance(result, Accuracy) else None,
+        perplexity=result if isinstance(result, TextPerplexity) else None,
+        similarity=result if isinstance(result, Similarity) else None,
+        latency=latency,
+        memory=memory,
+        notes=tuple(notes),
+    )
+
+
+def accuracy_of(
+    artifact: OpenArtifact, original: Reference | None, notes: list[str], progress: Progress
+) -> Accuracy | Similarity | TextPerplexity | None:
+    """The accuracy on the recipe's text; None with a note where no text can be read."""
+    recipe, vocab_size = artifact.recipe, artifact.vocab_size
+    if recipe.random_weights and vocab_size:
+        if original is None:
+            return None
+        return compare(
+            artifact, random_text(recipe.measure, vocab_size), original, progress, is_meaningful=False
         )
-
-
-def _placement(exported: Exported) -> Placement | None:
-    """What the CPU provider runs, by the runtime's own record; None where memory is short for asking."""
-    if exported.num_bytes * COPIES_TO_PLACE > psutil.virtual_memory().available:
-        return None
-    found = place(PROVIDERS["cpu"], exported.paths)
-    return replace(found, num_nodes=None, operators=None, unplaced=None)
-
-
-@contextmanager
-def _float_twin(subject: Subject, progress: Progress, notes: list[str]) -> Iterator[Exported | None]:
-    """The same graph in float32 for as long as it is needed, where memory and disk allow."""
-    size = reference_size(subject.model_map)
-    folder = subject.exported.folder / ".reference"
-    fits_memory = size < psutil.virtual_memory().available * SAFE_SHARE
-    fits_disk = 2 * size < shutil.disk_usage(subject.exported.folder).free
-    if not (fits_memory and fits_disk):
-        scarce = "memory" if not fits_memory else "disk space"
-        notes.append(
-            f"no float reference was timed: its {size / 1e9:.1f} GB do not fit into the free {scarce}"
-        )
-        yield None
-        return
-    folder.mkdir()
-    try:
-        num_weights = sum(layer.num_weights for layer in subject.model_map.at_inference.layers)
-        with progress.stage("float reference", total=num_weights, unit="weights") as count:
-            twin = _write_twin(subject, folder, notes, count)
-        yield twin
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_twin(
-    subject: Subject, folder: Path, notes: list[str], count: Callable[[int], None]
-) -> Exported | None:
-    try:
-        twin = write_reference(subject.model_map, subject.weights, folder, count=count, **subject.options)
-    except InputError as error:  # a traced float file may be larger than such a file can be
-        if subject.exported.kind != "traced":
-            raise
-        notes.append(f"no float reference was timed: {error}")
-        return None
-    for name in CONFIG_FILES:
-        if (subject.exported.folder / name).exists():
-            shutil.copyfile(subject.exported.folder / name, folder / name)
-    return twin
-
-
-def _compare(
-    subject: Subject, quantized: Model, reference: Model | None, progress: Progress, notes: list[str]
-) -> Accuracy | Similarity | None:
-    """Next tokens of a decoder, vectors of an encoder, on the same text."""
-    wanted, is_random = subject.recipe.measure, subject.recipe.random_weights
-    if is_random and reference is None:
-        return None
-    context = context_of(subject.model_map) or LARGEST_WINDOW
-    tokens = _tokens(subject, subject.model_map.vocab_size or 0, notes)
-    if tokens is None:
-        return None
-    common: dict[str, Any] = {"token_ids": tokens[0], "text": tokens[1], "is_meaningful": not is_random}
-    if isinstance(quantized, Traced) and quantized.encoder is not None:
-        return _compare_answers(subject, quantized, common, progress)
-    window = min(wanted.window or LARGEST_WINDOW, fixed_length(quantized) or context, len(tokens[0]))
-    original = outputs_of(reference) if is_random and reference else reference_logits(subject.source)
-    common |= {"reference": original, "quantized": outputs_of(quantized)}
-    if isinstance(quantized, Encoder):
-        window = min(window, wanted.window or wanted.prompt)
-        with progress.stage("accuracy", total=len(tokens[0]), unit="tokens") as count:
-            return measure_similarity(**common, window=window, progress=count)
-    stride = stride_of(wanted, window)
-    with progress.stage("accuracy", total=len(tokens[0]) - 1, unit="tokens") as count:
-        return measure_accuracy(**common, window=window, stride=stride, progress=count)
-
-
-def _compare_answers(
-    subject: Subject, quantized: Traced, common: dict[str, Any], progress: Progress
-) -> Accuracy:
-    """What a decoder answers to what its encoder read; each has the context for itself."""
-    num_tokens = len(common["token_ids"])
-    window = answers_window(subject.recipe.measure, quantized, num_tokens)
-    with progress.stage("accuracy", total=num_tokens - window // 2, unit="tokens") as count:
-        return measure_halves(
-            reference=reference_answer_logits(subject.source),
-            quantized=answers_of(quantized),
-            window=window,
-            start_ids=quantized.start_ids,
-            progress=count,
-            **common,
-        )
-
-
-def _tokens(subject: Subject, vocab_size: int, notes: list[str]) -> tuple[NDArray[np.int64], str] | None:
-    """(token ids, name of the text)."""
-    wanted = subject.recipe.measure
-    if subject.recipe.random_weights:
-        return random_text(wanted, vocab_size)
-    folder = subject.exported.folder
-    if not (folder / TOKENIZER_FILE).exists():
+    if not (artifact.folder / TOKENIZER_FILE).exists():
         notes.append("accuracy was not measured: the checkpoint brings no tokenizer")
         return None
-    ids, name = encoded_text(wanted, folder)
-    if len(ids) and ids.max() >= vocab_size:
+    ids, name = encoded_text(recipe.measure, artifact.folder)
+    if vocab_size and ids.max(initial=0) >= vocab_size:
         notes.append("accuracy was not measured: the tokenizer makes ids that the model does not have")
         return None
-    return ids, name
+    return compare(artifact, (ids, name), original, progress)
 
 
-def random_text(wanted: Measure, vocab_size: int) -> tuple[NDArray[np.int64], str]:
-    """(token ids, their name) for random weights, which no text suits better."""
-    ids = np.random.default_rng(0).integers(0, vocab_size, min(wanted.max_tokens, RANDOM_TOKENS))
-    return ids.astype(np.int64), "random tokens"
+def compare(
+    artifact: OpenArtifact,
+    tokens: tuple[Tokens, str],
+    original: Reference | None,
+    progress: Progress,
+    *,
+    is_meaningful: bool = True,
+) -> Accuracy | Similarity | TextPerplexity:
+    """Next tokens of a decoder, vectors of an encoder, answers of both, on the same text."""
+    session, measure = artifact.session, artifact.recipe.measure
+    ids, text = tokens
+    if session.reads_and_answers:
+        window = answers_window(measure, session, len(ids))
+        with progress.stage("accuracy", total=len(ids) - window // 2, unit="tokens") as count:
+            if original is None:
+                return perplexity_of_halves(
+                    model=session.answer_logits,
+                    token_ids=ids,
+                    window=window,
+                    start_ids=session.start_ids,
+                    text=text,
+                    progress=count,
+                )
+            return measure_halves(
+                reference=original.answer_logits(),
+                quantized=session.answer_logits,
+                token_ids=ids,
+                window=window,
+                start_ids=session.start_ids,
+                text=text,
+                is_meaningful=is_meaningful,
+                progress=count,
+            )
+    context = session.fixed_length or artifact.context
+    if not session.generates:
+        if original is None:
+            raise InputError(
+                "an encoder predicts no next token, and its original is not at hand",
+                where=str(artifact.folder),
+                next_step="name the original with --reference MODEL",
+            )
+        with progress.stage("accuracy", total=len(ids), unit="tokens") as count:
+            return measure_similarity(
+                reference=original.logits(),
+                quantized=session.logits,
+                token_ids=ids,
+                window=min(measure.window or measure.prompt, context, len(ids)),
+                text=text,
+                is_meaningful=is_meaningful,
+                progress=count,
+            )
+    window = min(measure.window or LARGEST_WINDOW, context, len(ids))
+    stride = min(measure.stride or max(1, window // 2), window)
+    with progress.stage("accuracy", total=len(ids) - 1, unit="tokens") as count:
+        if original is None:
+            return measure_perplexity(
+                model=session.logits, token_ids=ids, window=window, stride=stride, text=text, progress=count
+            )
+        return measure_accuracy(
+            reference=original.logits(),
+            quantized=session.logits,
+            token_ids=ids,
+            window=window,
+            stride=stride,
+            text=text,
+            is_meaningful=is_meaningful,
+            progress=count,
+        )
 
 
-def encoded_text(wanted: Measure, folder: Path) -> tuple[NDArray[np.int64], str]:
-    """(token ids, the text's name), by the tokenizer in the folder."""
-    text, name = read_text(wanted)
-    return np.array(open_text(folder).encode(text)[: wanted.max_tokens], np.int64), name
+def answers_window(measure: Measure, session: Session, num_tokens: int) -> int:
+    """Tokens of a window of which the encoder reads the first half and the decoder predicts the second."""
+    longest = (session.context or LARGEST_WINDOW) - len(session.start_ids)
+    return min(measure.window or LARGEST_WINDOW, 2 * longest, num_tokens)
 
 
-def read_text(wanted: Measure) -> tuple[str, str]:
-    """(text, its name): the user's file, or the bundled held-out text."""
-    if wanted.text is None:
-        bundled = resources.files("quantkit") / "assets" / "demo" / "evaluation.txt"
-        return bundled.read_text(encoding="utf-8"), "bundled held-out text"
-    path = Path(wanted.text).expanduser()
-    try:
-        return path.read_text(encoding="utf-8"), path.name
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"cannot be read ({error})",
-            where=str(path),
-            allowed="a text file in UTF-8",
-            next_step="check --text",
-        ) from error
-
-
-def stride_of(wanted: Measure, window: int) -> int:
-    """Tokens from window to window: as asked for, at most a whole one, or half of it."""
-    return min(wanted.stride or max(1, window // 2), window)
-
-
-def answers_window(wanted: Measure, model: Traced, num_tokens: int) -> int:
-    """Tokens of a window of which an encoder reads the first half and its decoder says the second."""
-    longest = (model.context or LARGEST_WINDOW) - len(model.start_ids)
-    return min(wanted.window or LARGEST_WINDOW, 2 * longest, num_tokens)
-
-
-def timed_lengths(wanted: Measure, context: int) -> tuple[int, int]:
-    """(prompt, tokens after it) as asked for, or as much of both as the model's context holds."""
-    decode = min(wanted.decode, context // 2)
-    return min(wanted.prompt, context - decode), decode
+def timed_lengths(measure: Measure, context: int) -> tuple[int, int]:
+    """(prompt, tokens after it) as the recipe says, or as much of both as the context holds."""
+    decode = min(measure.decode, context // 2)
+    return min(measure.prompt, context - decode), decode
 
 
 def _latency(
-    subject: Subject,
-    quantized: Model,
-    reference: Model | None,
+    artifact: OpenArtifact,
+    reference: Session | None,
     lengths: tuple[int, int],
+    notes: list[str],
     progress: Progress,
 ) -> Latency:
-    wanted = subject.recipe.measure
-    prompt, decode = lengths
+    session = artifact.session
     with progress.stage("latency"):
-        # Of weights behind an encoder a token reads a part that no plan tells.
-        floor = None if reads_and_answers(quantized) else _floor(subject, quantized, lengths)
+        floor = _memory_floor_ms(artifact, lengths, notes)
+        if session.reads_and_answers:
+            notes.append("prefill is the encoder over the prompt and the decoder's first token after it")
         return measure_latency(
-            quantized=runs_of(quantized, prompt, decode),
-            reference=runs_of(reference, prompt, decode) if reference else None,
+            quantized=runs_of(session, *lengths),
+            reference=runs_of(reference, *lengths) if reference else None,
             provider=PROVIDER,
-            threads=subject.threads,
-            prompt_length=prompt,
-            num_decoded=decode,
-            budget=Budget(max_runs=15, max_seconds=wanted.seconds / 2),
+            threads=artifact.threads,
+            prompt_length=lengths[0],
+            num_decoded=lengths[1],
+            budget=Budget(max_runs=MAX_RUNS, max_seconds=artifact.recipe.measure.seconds / 2),
             reference_name=(
-                "a fused graph in float32" if fixed_length(quantized) else "the same graph in float32"
+                ("a fused graph in float32" if session.fixed_length else "the same graph in float32")
+                if reference
+                else None
             ),
             floor_ms_per_token=floor,
         )
 
 
-def _floor(subject: Subject, quantized: Model, lengths: tuple[int, int]) -> float:
-    """Milliseconds that reading weights and cache for one token takes, measured now."""
+def _memory_floor_ms(artifact: OpenArtifact, lengths: tuple[int, int], notes: list[str]) -> float | None:
+    """Milliseconds that reading weights and cache for one token takes at the bandwidth measured now."""
+    session = artifact.session
+    if not session.generates or session.reads_and_answers:  # behind an encoder the share of weights is unknown
+        return None
+    traffic = from_metadata(session.metadata)
+    if traffic is None:
+        notes.append("no memory floor: the artifact does not say how many bytes a token reads")
+        return None
     return floor_ms(
-        bytes_read=bytes_per_token(quantized, subject.exported.traffic, lengths),
-        bandwidth_gb_per_s=read_bandwidth_gb_per_s(subject.threads),
+        bytes_read=bytes_per_token(session, traffic, lengths),
+        bandwidth_gb_per_s=read_bandwidth_gb_per_s(artifact.threads),
     )
 
 
 def _memory(
-    subject: Subject, twin: Exported | None, run: str, lengths: tuple[int, int], progress: Progress
+    artifact: OpenArtifact,
+    reference: Path | None,
+    run: str,
+    lengths: tuple[int, int],
+    progress: Progress,
 ) -> Memory:
-    def peak(what: str, folder: Path) -> int:
-        return peak_bytes(what, folder, lengths, subject.threads)
+    """Peak memory of loading and running, each in a process of its own."""
 
-    def both(folder: Path) -> PeakMemory:
-        return PeakMemory(load_peak_bytes=peak("load", folder), run_peak_bytes=peak(run, folder))
+    def peaks(folder: Path) -> PeakMemory:
+        load, ran = (peak_bytes(stage, folder, lengths, artifact.threads) for stage in ("load", run))
+        return PeakMemory(load_peak_bytes=load, run_peak_bytes=ran)
 
     with progress.stage("memory"):
         return Memory(
-            quantized=both(subject.exported.folder),
-            reference=both(twin.folder) if twin else None,
-            empty_process_bytes=peak("empty", subject.exported.folder),
+            quantized=peaks(artifact.folder),
+            reference=peaks(reference) if reference else None,
+            empty_process_bytes=peak_bytes("empty", artifact.folder, lengths, artifact.threads),
         )
 
 
-def peak_bytes(what: str, folder: Path, lengths: tuple[int, int], threads: int) -> int:
-    """The most memory of one trial run in a process of its own."""
-    trial = [sys.executable, "-m", "quantkit.runtime.memory_trial", what, str(folder)]
+def peak_bytes(stage: str, folder: Path, lengths: tuple[int, int], threads: int) -> int:
+    """The peak memory of one trial run in a process of its own."""
+    trial = [sys.executable, "-m", "quantkit.runtime.memory_trial", stage, str(folder)]
     ran = run_and_measure([*trial, *map(str, (*lengths, threads))])
     if ran.exit_code:
         raise RuntimeError(f"the trial run failed: {ran.errors.strip()[-400:]}")
@@ -355,7 +277,7 @@ def peak_bytes(what: str, folder: Path, lengths: tuple[int, int], threads: int) 
 
 
 def environment() -> Environment:
-    """Where this runs."""
+    """The machine and the versions that measurements were made with."""
     cpu = read_cpu()
     return Environment(
         processor=cpu.model,

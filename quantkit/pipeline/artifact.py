@@ -1,158 +1,178 @@
-"""The artifact folder: absent, the old one, or complete, whenever a run is killed.
-
-Everything is written into a hidden folder beside the output and renamed at the end. A lock held by the
-running process, which the system lets go of however the process ends, keeps two runs from one output; what
-a killed run left behind is removed by the next.
-"""
+"""A quantized model in a folder, ready to generate, to be evaluated and to be benchmarked."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import hashlib
-import importlib
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-
-MANIFEST = "manifest.json"
-LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-HELD: dict[Path, IO[str]] = {}  # open locks of folders that this process works in
-
-
-@contextlib.contextmanager
-def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
-    """A folder to write into, which becomes `output` when the block ends without an error."""
-    output = output.absolute()
-    partial = output.parent / f".{output.name}.partial"
-    replaced = output.parent / f".{output.name}.replaced"
-    lock_path = output.parent / f".{output.name}.lock"
-    try:
-        _check_output(output, force=force)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise _cannot_write(output, error) from error
-    try:
-        _lock(lock, output)
-        try:
-            _recover(output, replaced)
-            # Again: a run that ended since, or the recovery, may have put an artifact there.
-            _check_output(output, force=force)
-            for leftover in (partial, replaced):
-                shutil.rmtree(leftover, ignore_errors=True)
-            partial.mkdir()
-            yield partial
-            if output.exists():
-                output.rename(replaced)
-            partial.rename(output)
-            shutil.rmtree(replaced, ignore_errors=True)
-        except OSError as error:
-            if error.errno in (
-                errno.ENOSPC,
-                errno.EDQUOT,
-                errno.EROFS,
-                errno.EACCES,
-                errno.EPERM,
-                errno.EFBIG,
-            ):
-                raise _cannot_write(output, error) from error
-            raise
-        finally:
-            _recover(output, replaced)
-            shutil.rmtree(partial, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
-    finally:
-        lock.close()
+from quantkit.evaluation.artifact import OpenArtifact, require_room, stored_recipe
+from quantkit.evaluation.benchmark import Benchmark, benchmark, benchmark_providers
+from quantkit.evaluation.evaluate import Evaluation, evaluate
+from quantkit.evaluation.measurements import ProviderRun
+from quantkit.pipeline.options import Options, with_options
+from quantkit.progress import Progress
+from quantkit.recipe import Recipe
+from quantkit.report.document import Report, read_report
+from quantkit.runtime.generate import Sampling, generate_tokens
+from quantkit.runtime.machine.facts import read_cpu
+from quantkit.runtime.providers.trial import Asked
+from quantkit.runtime.session import Session, open_session
+from quantkit.runtime.tokenizer import Text, open_text
 
 
-def claim(folder: Path, *, locks: Path) -> Path:
-    """`folder` until this process ends; one of its own beside it while another process has that."""
-    if LOCKS is None or folder in HELD:
-        return folder
-    locks.mkdir(parents=True, exist_ok=True)
-    handle = (locks / f"{folder.name}.lock").open("w", encoding="utf-8")
-    try:
-        LOCKS.flock(handle, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
-    except OSError:
-        handle.close()
-        return folder.with_name(f"{folder.name}-{os.getpid()}")
-    HELD[folder] = handle
-    return folder
+class Artifact:
+    """A folder that `quantize` wrote. Session and tokenizer are opened when first needed."""
 
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        threads: int | None = None,
+        provider: str | None = None,
+        report: Report | None = None,
+    ) -> None:
+        self.folder = Path(folder).expanduser()
+        self.recipe: Recipe = stored_recipe(self.folder)
+        self.threads = threads or self.recipe.measure.threads or read_cpu().num_threads
+        self._provider = provider
+        self._report = report
 
-def _recover(output: Path, replaced: Path) -> None:
-    """Put the old artifact back where a run was killed between the two renames."""
-    if replaced.exists() and not output.exists():
-        replaced.rename(output)
+    def __repr__(self) -> str:
+        return f"Artifact({str(self.folder)!r})"
 
+    @property
+    def described(self) -> dict[str, str]:
+        """Folder, model and scheme, as reports name them."""
+        return self._opened().described
 
-def _check_output(output: Path, *, force: bool) -> None:
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise InputError("a file is in the way", where=str(output), next_step="choose another folder with -o")
-    if not any(output.iterdir()):
-        return
-    if not force:
-        raise InputError(
-            "the folder exists",
-            where=str(output),
-            next_step="pass --force to replace it, or choose another with -o",
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of graphs and weights."""
+        return self._opened().size_bytes
+
+    @cached_property
+    def session(self) -> Session:
+        """The open model; it runs token ids."""
+        return open_session(self.folder, threads=self.threads, provider=self._provider)
+
+    @cached_property
+    def tokenizer(self) -> Text:
+        return open_text(self.folder)
+
+    @cached_property
+    def report(self) -> Report:
+        """The report that was written with the artifact."""
+        return self._report or read_report(self.folder)
+
+    @overload
+    def generate(self, prompts: str, *, max_new_tokens: int = ..., sampling: Sampling = ...) -> str: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[str], *, max_new_tokens: int = ..., sampling: Sampling = ...
+    ) -> list[str]: ...
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling = Sampling(),
+    ) -> str | list[str]:
+        """Continue a text, or several as a batch; prompts are not repeated. Greedy unless sampling says else."""
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        token_rows: list[list[int]] = [[] for _ in batch]
+        for step in self.stream_tokens(batch, max_new_tokens=max_new_tokens, sampling=sampling):
+            for row, token in zip(token_rows, step, strict=True):
+                if token is not None:
+                    row.append(token)
+        texts = [self.tokenizer.decode(row) for row in token_rows]
+        return texts[0] if isinstance(prompts, str) else texts
+
+    def stream_tokens(
+        self, prompts: Sequence[str], *, max_new_tokens: int = 64, sampling: Sampling = Sampling()
+    ) -> Iterator[list[int | None]]:
+        """Token ids step by step, one for each prompt; None for a text that has ended."""
+        return generate_tokens(
+            self.session,
+            [self.tokenizer.encode(prompt) for prompt in prompts],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_ids=self.tokenizer.stop_ids,
         )
-    if not (output / MANIFEST).exists():
-        raise InputError(
-            "--force only replaces a folder that quantkit wrote, and this one has no manifest.json",
-            where=str(output),
-            next_step="choose another folder with -o, or remove this one yourself",
+
+    def logits(self, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
+        """Logits [B, T, V] of token ids [B, T] or [T]; of an encoder its first output."""
+        return self.session.logits(np.atleast_2d(np.asarray(ids, np.int64)))
+
+    def encode(self, texts: str | Sequence[str]) -> NDArray[np.float32]:
+        """Vectors [N, D] of an encoder: mean over tokens of its states, or the logits of a classifier."""
+        if self.session.generates:
+            raise InputError(
+                "a decoder gives no vectors of texts",
+                where=str(self.folder),
+                allowed="an artifact of an encoder",
+                next_step="artifact.logits(ids) gives a decoder's logits",
+            )
+        batch = [texts] if isinstance(texts, str) else list(texts)
+        outputs = [self.session.logits(np.array([self.tokenizer.encode(text)], np.int64))[0] for text in batch]
+        return np.stack([states.mean(axis=0) if states.ndim > 1 else states for states in outputs])
+
+    def evaluate(
+        self,
+        *,
+        text: str | Path | None = None,
+        max_tokens: int | None = None,
+        window: int | None = None,
+        stride: int | None = None,
+        reference: str | None = None,
+        quiet: bool = True,
+    ) -> Evaluation:
+        """Measure accuracy: perplexity, and beside the original KL divergence and agreement."""
+        artifact = self._opened(
+            text=str(text) if text else None, max_tokens=max_tokens, window=window, stride=stride
+        )
+        require_room(artifact, {"--window": window})
+        return evaluate(artifact, reference=reference, progress=Progress(quiet=quiet))
+
+    def benchmark(
+        self, *, prompt: int | None = None, decode: int | None = None, quiet: bool = True
+    ) -> Benchmark:
+        """Measure prompt and token latency and peak memory on the CPU."""
+        artifact = self._opened(prompt=prompt, decode=decode)
+        require_room(artifact, {"--prompt": prompt, "--decode": decode})
+        return benchmark(artifact, progress=Progress(quiet=quiet))
+
+    def benchmark_providers(
+        self,
+        providers: Sequence[Asked],
+        *,
+        prompt: int | None = None,
+        decode: int | None = None,
+        time_limit: float = 300.0,
+        quiet: bool = True,
+    ) -> tuple[tuple[ProviderRun, ...], tuple[str, ...]]:
+        """(speed, placement and accuracy on each execution provider, notes); one process a provider."""
+        artifact = self._opened(prompt=prompt, decode=decode)
+        require_room(artifact, {"--prompt": prompt, "--decode": decode})
+        return benchmark_providers(
+            artifact, providers, time_limit=time_limit, progress=Progress(quiet=quiet)
         )
 
-
-def _lock(lock: IO[str], output: Path) -> None:
-    if LOCKS is None:
-        return
-    try:
-        LOCKS.flock(lock, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
-        # A run that just ended may have removed the file that this lock is on.
-        if Path(lock.name).stat().st_ino != os.fstat(lock.fileno()).st_ino:
-            raise FileNotFoundError(lock.name)
-    except OSError as error:
-        raise InputError(
-            "another run is writing this folder",
-            where=str(output),
-            next_step="wait for it to end, or choose another folder with -o",
-        ) from error
+    def _opened(self, **options: Unpack[Options]) -> OpenArtifact:
+        recipe = with_options(self.recipe, {**options, "threads": self.threads})
+        return OpenArtifact(folder=self.folder, recipe=recipe, session=self.session)
 
 
-def _cannot_write(output: Path, error: OSError) -> InputError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(next(p for p in output.parents if p.exists())).free
-        return InputError(
-            f"the disk is full ({free / 1e6:.0f} MB are left)",
-            where=str(output),
-            next_step="free some space, or choose a folder on another disk with -o; nothing was kept",
-        )
-    return InputError(
-        f"cannot be written ({os.strerror(error.errno or 0)})",
-        where=str(output),
-        next_step="choose a folder that you may write to with -o",
-    )
+def load(folder: str | Path, *, threads: int | None = None, provider: str | None = None) -> Artifact:
+    """Open an artifact folder.
 
-
-def hash_files(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file, by its path in the folder."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            with path.open("rb") as file:
-                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of every file of the folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    >>> artifact = load(demo_artifact)
+    >>> artifact.generate("The king", max_new_tokens=4) != ""
+    True
+    """
+    return Artifact(folder, threads=threads, provider=provider)

@@ -1,8 +1,8 @@
-"""The stages of a quantization, each a function from the records before it to the record after it.
+"""Export of a model with dynamic shapes: fused decoders and encoders, and traced models.
 
-    weights --quantize--> checkpoint --export--> model.onnx --check--> placement
+    weights --quantize--> checkpoint --emit or trace--> graphs --check--> placement
 
-The float reference is made by the same stages with an empty plan, so that a difference between the two
+The float reference is exported by the same functions with an empty plan, so a difference between the two
 files is the quantization and nothing else.
 """
 
@@ -12,9 +12,12 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.export.check import Placement, check_models
@@ -36,53 +39,67 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.plan.formats import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose
-from quantkit.plan.targets import DEFAULT_TARGET, TARGETS, format_on
+from quantkit.plan.targets import DEFAULT_TARGET, TARGETS, Target, format_on
 from quantkit.quantization.checkpoint import write_checkpoint
 from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of, planned_bytes
+from quantkit.quantization.rounding import PLAIN
 from quantkit.quantization.rounding.apply import Evidences, quantized_parts, weight_name
 from quantkit.quantization.rounding.errors import Sums
+from quantkit.recipe import Static
 from quantkit.runtime.session import MODEL_FILE
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, read_stop_ids
 
 WEIGHTS_FILE = "weights.safetensors"
-SHARED_FILE = "weights.data"  # of the graphs of a target with fixed shapes
 NOTHING = 1 << 62  # a min_dim that no projection reaches
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 Count = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExportJob:
+    """A model, its plan, and everything that decides the bytes of its files."""
+
+    model_map: ModelMap
+    plan: Plan
+    weights: TensorSource
+    scheme: str
+    target: str = DEFAULT_TARGET
+    fit: str = PLAIN
+    layers: Mapping[str, str] = field(default_factory=dict)  # pattern -> a scheme of its own, or "float"
+    adds_biases: bool = False  # bias correction
+    statistics: Evidences = lambda _: None
+    original: Path | None = None  # folder of the source; a traced model needs it
+    single_file_bytes: int = 64 << 20  # larger weights lie beside the graph
+    keeps_checkpoint: bool = False
+    static: Static = Static()  # lengths of a target with fixed shapes
+    windows_NT: NDArray[np.int64] | None = None  # calibration text of a target with fixed shapes
+
+    @property
+    def profile(self) -> Target:
+        return TARGETS[self.target]
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        return projection_formats(self.model_map, self.scheme, self.target, self.layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A written model."""
+    """A written model, read again and checked against its plan."""
 
     folder: Path
     kind: str  # "decoder", "encoder" or "traced"
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...]  # of the graphs
     contents: Contents
     placement: Placement
     planned_bytes: int
-    traffic: Traffic  # what one decoded token reads
+    traffic: Traffic  # bytes that one decoded token reads
+    losses: Mapping[str, Sums]  # rounding errors by pack
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the graph and of the weights beside it."""
+        """Bytes of the graphs and of the weights beside them."""
         return held_bytes(self.folder, self.paths)
-
-
-def require_tensors(contents: Contents, source: TensorSource, where: str) -> None:
-    """Name every tensor that the weights lack, before anything is written."""
-    names = [weight_name(layer) for pack in contents.packs for layer in pack.layers]
-    names += [f"{layer.matrix}.bias" for pack in contents.packs for layer in pack.layers if layer.has_bias]
-    names += [f"{entry.table.name}.weight" for entry in contents.tables if not entry.shares]
-    names += [f"{norm.name}.weight" for norm in contents.norms]
-    names += [f"{name}.bias" for name in contents.norm_biases]
-    missing = sorted({name for name in names if not source.has(name)})
-    if missing:
-        raise InputError(
-            f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:4])}",
-            where=where,
-            next_step="copy or download the checkpoint again; config.json asks for these",
-        )
 
 
 def kind_of(model_map: ModelMap) -> str:
@@ -92,192 +109,168 @@ def kind_of(model_map: ModelMap) -> str:
     return "encoder" if why_not_encoder(model_map) is None else "traced"
 
 
-def write_model(
-    model_map: ModelMap,
-    plan: Plan,
-    source: TensorSource,
-    folder: Path,
-    *,
-    scheme_name: str,
-    fit: str,
-    target_name: str,
-    single_file_bytes: int,
-    original: Path | None = None,
-    keeps_checkpoint: bool = False,
-    layers: Mapping[str, str] | None = None,
-    adds_biases: bool = False,
-    evidence: Evidences = lambda _: None,
-    losses: dict[str, Sums] | None = None,
-    count: Count = lambda _: None,
-) -> Exported:
-    """Quantize and export; what is on disk afterwards was read again and agrees with the plan.
-
-    `original` is the folder of the source: only a model that must be traced needs it. `layers` are pattern ->
-    scheme of projections that have one of their own; `losses` is filled with what each pack lost.
-    """
-    kind, target = kind_of(model_map), TARGETS[target_name]
-    if target.is_half and kind == "traced":
-        raise InputError(
-            f"{model_map.architecture} is traced, and only fused graphs are written in half precision",
-            where=f"--target {target_name}",
-            next_step="leave --target out",
-        )
-    assert not target.is_static, "static_stages writes these"
-    contents = contents_of(
-        model_map,
-        plan,
-        formats_on(model_map, scheme_name, target_name, layers),
-        table_grid=SCHEMES[scheme_name].head.grid,
-        packs_attention=kind != "traced",
-        adds_biases=adds_biases,
-    )
-    checkpoint = write_rounded(
-        model_map,
-        plan,
-        contents,
-        source,
-        folder,
-        scheme_name=scheme_name,
-        fit=fit,
-        evidence=evidence,
-        losses=losses,
-        count=count,
-    )
-    graph_options: dict[str, Any] = {
-        "target": target,
-        "metadata": metadata_of(model_map, contents, scheme_name, kind),
-    }
-    keeps_outside = checkpoint.path.stat().st_size > single_file_bytes
-    if kind == "traced":
-        models, keeps_outside = _traced(model_map, contents, checkpoint, source, original, graph_options)
-    else:
-        emit = emit_decoder if kind == "decoder" else emit_encoder
-        graph_options["keeps_weights_outside"] = keeps_outside
-        models = {MODEL_FILE: emit(model_map, contents, checkpoint, **graph_options)}
-    for name, model in models.items():
-        save(to_half(model, folder) if target.is_half else model, folder / name)
-    if not keeps_outside and not keeps_checkpoint:
-        checkpoint.path.unlink()
-    paths = tuple(folder / name for name in models)
-    return Exported(
-        folder=folder,
-        kind=kind,
-        paths=paths,
-        contents=contents,
-        placement=check_models(paths, plan, target),
-        planned_bytes=planned_bytes(contents.tensors()),
-        traffic=traffic_of(model_map, contents),
-    )
-
-
-def formats_on(
+def projection_formats(
     model_map: ModelMap, scheme_name: str, target_name: str, layers: Mapping[str, str] | None = None
 ) -> dict[str, Format]:
     """The format of every projection, as the target computes it.
 
-    A static graph has one for all, but for a head between values of 16 bits: it is the largest loss of all,
-    and in two halves, which the embedding reads too, it costs no more than with a table beside it.
+    A static graph has one format, except for a head between 16-bit values: the head loses most of all
+    projections, and stored in two halves, which the embedding reads too, it takes no more than a table beside.
     """
     scheme, target = SCHEMES[scheme_name], TARGETS[target_name]
     if target.is_static:
         in_halves = target.rounds_values and scheme.body.input_bits == BITS_IN_HALVES
         head = replace(scheme.body, grid=Grid(bits=BITS_IN_HALVES)) if in_halves else scheme.body
         scheme = replace(scheme, head=head)
-    return {name: format_on(target, each) for name, each in formats_of(model_map, scheme, layers).items()}
+    formats = formats_of(model_map, scheme, layers)
+    return {name: format_on(target, projection_format) for name, projection_format in formats.items()}
 
 
-def write_rounded(
-    model_map: ModelMap,
-    plan: Plan,
-    contents: Contents,
-    source: TensorSource,
-    folder: Path,
-    *,
-    scheme_name: str,
-    fit: str,
-    evidence: Evidences = lambda _: None,
-    losses: dict[str, Sums] | None = None,
-    count: Count = lambda _: None,
-) -> Checkpoint:
-    """The checkpoint that graphs are made from."""
-    require_tensors(contents, source, model_map.name)
-    return write_checkpoint(
-        folder / WEIGHTS_FILE,
-        contents.tensors(),
-        quantized_parts(
+def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: None) -> Exported:
+    """Quantize and export with dynamic shapes."""
+    assert not job.profile.is_static, "export_static writes these"
+    kind = kind_of(job.model_map)
+    if job.profile.is_half and kind == "traced":
+        raise InputError(
+            f"{job.model_map.architecture} is traced, and only fused graphs are written in half precision",
+            where=f"--target {job.target}",
+            next_step="leave --target out",
+        )
+    contents = contents_of(
+        job.model_map,
+        job.plan,
+        job.formats,
+        table_grid=SCHEMES[job.scheme].head.grid,
+        packs_attention=kind != "traced",
+        adds_biases=job.adds_biases,
+    )
+    checkpoint, losses = write_rounded(job, contents, folder, count)
+    metadata = graph_metadata(job, contents, kind)
+    keeps_outside = checkpoint.path.stat().st_size > job.single_file_bytes
+    if kind == "traced":
+        graphs, keeps_outside = _trace(job, contents, checkpoint, metadata)
+    else:
+        graph = (emit_decoder if kind == "decoder" else emit_encoder)(
+            job.model_map,
             contents,
-            source,
-            transposed=TRANSPOSED,
-            gain_offset=model_map.norm_gain_offset,
-            fit=fit,
-            evidence=evidence,
-            losses=losses,
-            progress=count,
-        ),
-        describe(model_map, plan, contents, scheme_name, fit),
+            checkpoint,
+            target=job.profile,
+            metadata=metadata,
+            keeps_weights_outside=keeps_outside,
+        )
+        graphs = {MODEL_FILE: graph}
+    for name, graph in graphs.items():
+        save(to_half(graph, folder) if job.profile.is_half else graph, folder / name)
+    if not keeps_outside and not job.keeps_checkpoint:
+        checkpoint.path.unlink()
+    paths = tuple(folder / name for name in graphs)
+    return Exported(
+        folder=folder,
+        kind=kind,
+        paths=paths,
+        contents=contents,
+        placement=check_models(paths, job.plan, job.profile),
+        planned_bytes=planned_bytes(contents.tensors()),
+        traffic=traffic_of(job.model_map, contents),
+        losses=losses,
     )
 
 
-def metadata_of(model_map: ModelMap, contents: Contents, scheme_name: str, kind: str) -> dict[str, Any]:
-    """What a graph says of itself."""
-    return {
-        "max_positions": context_of(model_map),
-        "scheme": scheme_name,
-        "model": model_map.name,
-        "kind": kind,
-        **to_metadata(traffic_of(model_map, contents)),
-    }
+def export_float(job: ExportJob, folder: Path, *, count: Count = lambda _: None) -> Exported:
+    """The model with nothing quantized, in float32 whatever the target computes in."""
+    plan = choose(job.model_map, min_dim=NOTHING)
+    unrounded = replace(job, plan=plan, target=DEFAULT_TARGET, fit=PLAIN, layers={}, keeps_checkpoint=False)
+    return export_dynamic(unrounded, folder, count=count)
 
 
-def _traced(
-    model_map: ModelMap,
-    contents: Contents,
-    checkpoint: Checkpoint,
-    source: TensorSource,
-    original: Path | None,
-    options: Mapping[str, Any],
-) -> tuple[dict[str, ModelProto], bool]:
-    """(lowered files by name, whether they read one checkpoint beside them)."""
-    if original is None:
-        raise InputError(
-            f"{model_map.architecture} must be traced, and that needs its weights in a folder",
-            where=model_map.name,
-            next_step="give a local folder with safetensors instead of --random-weights",
-        )
-    with tempfile.TemporaryDirectory(prefix="quantkit-", dir=checkpoint.path.parent) as made:
-        paths = trace(
-            original, Path(made), model_type=model_map.model_type, architecture=model_map.architecture
-        )
-        # Several files, an encoder's and a decoder's, share the weights, so these stay outside of both.
-        outside = len(paths) > 1
-        models = lower(
-            {path.name: load(path) for path in paths},
-            contents,
-            checkpoint,
-            source,
-            transposed=TRANSPOSED,
-            keeps_weights_outside=outside,
-            **options,
-        )
-    return models, outside
-
-
-def write_reference(model_map: ModelMap, source: TensorSource, folder: Path, **options: Any) -> Exported:
-    """The same model with nothing quantized, in float32 whatever the target computes in."""
-    options["target_name"] = DEFAULT_TARGET
-    plan = choose(model_map, min_dim=NOTHING)
-    return write_model(model_map, plan, source, folder, **options)
-
-
-def reference_size(model_map: ModelMap) -> int:
-    """Bytes of the model in float32."""
+def float_bytes(model_map: ModelMap) -> int:
+    """Bytes of the model's parameters in float32."""
     return 4 * model_map.at_inference.num_parameters
 
 
-def describe(
+def write_rounded(
+    job: ExportJob, contents: Contents, folder: Path, count: Count
+) -> tuple[Checkpoint, Mapping[str, Sums]]:
+    """(the quantized checkpoint that graphs are made from, rounding errors by pack)."""
+    require_tensors(contents, job.weights, job.model_map.name)
+    losses: dict[str, Sums] = {}
+    parts = quantized_parts(
+        contents,
+        job.weights,
+        transposed=TRANSPOSED,
+        gain_offset=job.model_map.norm_gain_offset,
+        fit=job.fit,
+        evidence=job.statistics,
+        losses=losses,
+        progress=count,
+    )
+    header = checkpoint_header(job.model_map, job.plan, contents, job.scheme, job.fit)
+    return write_checkpoint(folder / WEIGHTS_FILE, contents.tensors(), parts, header), losses
+
+
+def require_tensors(contents: Contents, weights: TensorSource, where: str) -> None:
+    """Name every tensor that the weights lack, before anything is written."""
+    names = [weight_name(layer) for pack in contents.packs for layer in pack.layers]
+    names += [f"{layer.matrix}.bias" for pack in contents.packs for layer in pack.layers if layer.has_bias]
+    names += [f"{entry.table.name}.weight" for entry in contents.tables if not entry.shares]
+    names += [f"{norm.name}.weight" for norm in contents.norms]
+    names += [f"{name}.bias" for name in contents.norm_biases]
+    missing = sorted({name for name in names if not weights.has(name)})
+    if missing:
+        raise InputError(
+            f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:4])}",
+            where=where,
+            next_step="copy or download the checkpoint again; config.json asks for these",
+        )
+
+
+def graph_metadata(job: ExportJob, contents: Contents, kind: str) -> dict[str, Any]:
+    """The metadata of a written graph, by which it is opened without its model."""
+    return {
+        "max_positions": context_of(job.model_map),
+        "scheme": job.scheme,
+        "model": job.model_map.name,
+        "kind": kind,
+        **to_metadata(traffic_of(job.model_map, contents)),
+    }
+
+
+def _trace(
+    job: ExportJob, contents: Contents, checkpoint: Checkpoint, metadata: Mapping[str, Any]
+) -> tuple[dict[str, ModelProto], bool]:
+    """(lowered graphs by file name, whether they read one checkpoint beside them)."""
+    if job.original is None:
+        raise InputError(
+            f"{job.model_map.architecture} must be traced, and that needs its weights in a folder",
+            where=job.model_map.name,
+            next_step="give a local folder with safetensors instead of --random-weights",
+        )
+    with tempfile.TemporaryDirectory(prefix="quantkit-", dir=checkpoint.path.parent) as traced:
+        paths = trace(
+            job.original,
+            Path(traced),
+            model_type=job.model_map.model_type,
+            architecture=job.model_map.architecture,
+        )
+        # The graphs of an encoder and its decoder share weights, so these stay outside of both.
+        keeps_outside = len(paths) > 1
+        graphs = lower(
+            {path.name: load(path) for path in paths},
+            contents,
+            checkpoint,
+            job.weights,
+            transposed=TRANSPOSED,
+            target=job.profile,
+            metadata=metadata,
+            keeps_weights_outside=keeps_outside,
+        )
+    return graphs, keeps_outside
+
+
+def checkpoint_header(
     model_map: ModelMap, plan: Plan, contents: Contents, scheme_name: str, fit: str
 ) -> dict[str, Any]:
-    """What the checkpoint's header says, so that it can be read without the model."""
+    """The description in the checkpoint's header, so that it can be read without the model."""
     return {
         "model": model_map.name,
         "model_type": model_map.model_type,
@@ -312,7 +305,7 @@ def write_companions(
         shutil.copyfile(path, folder / path.name)
     if not (folder / TOKENIZER_FILE).exists():
         make_fast_tokenizer(source, folder)
-    stop_ids = sorted(each for each in read_stop_ids(folder) if each < (model_map.vocab_size or 0))
+    stop_ids = sorted(token for token in read_stop_ids(folder) if token < (model_map.vocab_size or 0))
     settings = genai_config(model_map, stop_ids=stop_ids, config=config)
     if settings and not TARGETS[target_name].is_static:
         (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -25,15 +25,16 @@ from quantkit.model.unknown.observe import with_observed_ffns
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.pipeline.prepare import Job, tokens_for
-from quantkit.pipeline.resolve import Opened, job_of
+from quantkit.pipeline.calibration_text import calibration_windows
+from quantkit.pipeline.options import with_options
+from quantkit.pipeline.resolve import Resolved
 from quantkit.progress import Progress
 from quantkit.quantization.calibration import collect
 from quantkit.quantization.calibration.tokens import context_length
 from quantkit.quantization.layout import Evidence
 from quantkit.quantization.transforms.draft import is_transposed, rows_of, weight_of
 from quantkit.quantization.transforms.prune import dead_units
-from quantkit.recipe import Recipe, override
+from quantkit.recipe import Recipe
 
 # Letters: T tokens of the sample, H hidden units, I channels that they read.
 Floats = NDArray[np.float32]
@@ -103,16 +104,16 @@ def ffn_units(
         )
     weights = open_weights(source, model_map, random_weights=False)
     length = min(LENGTH, max_tokens, context_length(model_map) or LENGTH)
-    changes: dict[str, Any] = {
-        "model": model,
-        "calibration.text": str(text) if text else None,
-        "calibration.length": length,
-        "calibration.windows": max(1, max_tokens // length),
-    }
-    recipe = override(Recipe(), changes)
-    job = Job(recipe=recipe, source=source, formats={}, planned=frozenset(), progress=progress)
+    recipe = with_options(
+        Recipe(model=model),
+        {
+            "calibration_text": str(text) if text else None,
+            "calibration_length": length,
+            "calibration_windows": max(1, max_tokens // length),
+        },
+    )
     try:
-        tokens_BT = tokens_for(job, model_map)
+        tokens_BT = calibration_windows(recipe, source, model_map)
     except InputError as error:
         raise InputError(str(error).replace("--calibration-text", "--text")) from error
     with progress.stage("hidden units", total=int(tokens_BT.size), unit="tokens") as count:
@@ -120,14 +121,15 @@ def ffn_units(
         return observe_units(source, model_map, weights, tokens_BT, text=where, progress=count)
 
 
-def units_of_model(opened: Opened, *, quiet: bool = False) -> dict[str, FfnUnits]:
-    """Way down -> its hidden units, of a model that is open already and on its calibration text."""
-    progress = Progress(quiet=quiet)
-    tokens_BT = tokens_for(job_of(opened, progress), opened.model_map)
+def units_of_model(resolved: Resolved) -> dict[str, FfnUnits]:
+    """Down projection -> its hidden units, on the calibration text of a resolved model."""
+    tokens_BT = calibration_windows(resolved.recipe, resolved.source, resolved.model_map)
     tokens_BT = tokens_BT[: max(1, MAX_TOKENS // tokens_BT.shape[1])]
-    with progress.stage("hidden units", total=int(tokens_BT.size), unit="tokens") as count:
-        found = observe_units(opened.source, opened.model_map, opened.weights, tokens_BT, progress=count)
-    return {each.down: each for each in found.layers}
+    with resolved.progress.stage("hidden units", total=int(tokens_BT.size), unit="tokens") as count:
+        report = observe_units(
+            resolved.source, resolved.model_map, resolved.weights, tokens_BT, progress=count
+        )
+    return {layer.down: layer for layer in report.layers}
 
 
 def observe_units(

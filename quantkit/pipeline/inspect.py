@@ -1,40 +1,90 @@
-"""What the verbs do, each on one screen: the stages of quantkit in the order in which data flows.
+"""Inspects a model: its layers, the plan, and its costs. No weights are read.
 
     Recipe -> model -> ModelMap -> Plan -> Specification
-
-Only this module sees several stages at once; the stages do not know each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quantkit.errors import InputError
 from quantkit.model.model_map import ModelMap
 from quantkit.plan.cost.specification import Specification, specify
 from quantkit.plan.machines import FILE_ENDING, MACHINES, THIS, Machine, machine, read_machine
-from quantkit.plan.plan import Plan
-from quantkit.plan.select import choose
+from quantkit.plan.plan import Count, LayerPlan, Plan
+from quantkit.plan.select import DEFAULT_MIN_DIM, choose
+
+if TYPE_CHECKING:
+    from torch import nn
 
 DEFAULT_DEVICES = ("laptop-cpu", "gpu-900gbs", "laptop-npu")  # one of each kind: CPU, GPU, NPU
 INT8_BITS = 8
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspection:
+    """A model's map and plan."""
+
+    model_map: ModelMap
+    plan: Plan
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """Every logical projection with its role, its sizes, and why it is quantized or not."""
+        return self.plan.layers
+
+    @property
+    def projections(self) -> Count:
+        return self.plan.projections
+
+    def specification(
+        self,
+        *,
+        batch: int = 1,
+        length: int | None = None,
+        past: int = 0,
+        devices: Sequence[str] = DEFAULT_DEVICES,
+    ) -> Specification:
+        """The cost of every step, with planned projections in INT8, and the fit to devices."""
+        return specification(
+            self.model_map, self.plan, batch=batch, length=length, past=past, devices=devices
+        )
+
+
 def inspect(
-    model: str,
+    model: str | Path | nn.Module,
     *,
-    min_dim: int,
+    min_dim: int = DEFAULT_MIN_DIM,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     trust_remote_code: bool = False,
-) -> tuple[ModelMap, Plan]:
-    """Map a model and plan it; no weights are read."""
-    from quantkit.model.inspect import inspect as walk
+) -> Inspection:
+    """Map a model and plan it; no weights are read.
 
-    model_map = walk(model, trust_remote_code=trust_remote_code)
-    return model_map, choose(model_map, min_dim=min_dim, include=include, exclude=exclude)
+    Args:
+        model: A folder, a well-known or Hub name, "demo", or a live transformers module.
+        min_dim: Projections with max(in, out) of at least this are quantized.
+        include: Roles or name globs that narrow the choice.
+        exclude: Roles or name globs that stay float.
+        trust_remote_code: Run code that ships with the checkpoint.
+
+    >>> plan = inspect("gpt2", min_dim=768)
+    >>> plan.projections
+    Count(total=73, quantized=73)
+    >>> plan.layers[0].reason
+    'max(768, 768) = 768 >= 768'
+    """
+    from quantkit.model.inspect import inspect as map_model
+    from quantkit.model.inspect import map_module
+
+    if isinstance(model, (str, Path)):
+        model_map = map_model(str(model), trust_remote_code=trust_remote_code)
+    else:
+        model_map = map_module(model, name=type(model).__name__)
+    plan = choose(model_map, min_dim=min_dim, include=include, exclude=exclude)
+    return Inspection(model_map=model_map, plan=plan)
 
 
 def specification(
@@ -46,7 +96,7 @@ def specification(
     past: int = 0,
     devices: Sequence[str] = (),
 ) -> Specification:
-    """Cost every step; with a plan, planned projections and the tables they share are INT8."""
+    """The cost of every step; with a plan, planned projections and the tables they share are INT8."""
     positions = model_map.max_positions or 1024
     return specify(
         model_map,
@@ -61,21 +111,20 @@ def specification(
 def planned_bits(model_map: ModelMap, plan: Plan) -> Mapping[str, int]:
     """8 bits for each planned projection; a tied table follows its projection."""
     chosen = {layer.name for layer in plan.layers if layer.quantized}
-    layers = [layer for layer in model_map.layers if layer.name in chosen]
     tables = {table.name for table in model_map.embeddings}
-    tied = [layer.tied_to for layer in layers if layer.tied_to in tables]
+    tied = [layer.tied_to for layer in model_map.layers if layer.name in chosen and layer.tied_to in tables]
     return dict.fromkeys([*chosen, *(name for name in tied if name)], INT8_BITS)
 
 
 def find_machine(name: str) -> Machine:
-    """A row of the machine table or of a user's file, or the measured running machine."""
+    """A row of the machine table or of a user's file, or this machine, measured."""
     if name.endswith(FILE_ENDING):
         return read_machine(Path(name).expanduser())
     return measure_this_machine() if name == THIS else machine(name)
 
 
 def measure_this_machine() -> Machine:
-    """Measure once for this processor and these versions, then read the cache."""
+    """Throughput of this machine, measured once for this processor and these versions, then cached."""
     from quantkit.export.probes import build_probe_models
     from quantkit.runtime.machine import throughput
     from quantkit.runtime.machine.facts import read_cpu, read_memory
@@ -84,14 +133,16 @@ def measure_this_machine() -> Machine:
     measured = throughput.read_cache(key)
     if measured is None:
         models = build_probe_models()
-        measured = throughput.measure_throughput(**{f.name: getattr(models, f.name) for f in fields(models)})
+        measured = throughput.measure_throughput(
+            **{field.name: getattr(models, field.name) for field in fields(models)}
+        )
         if not measured.is_disturbed:
             throughput.write_cache(key, measured)
     cpu = read_cpu()
-    shape = next(row for row in MACHINES.values() if row.kind == "cpu")
+    cpu_row = next(row for row in MACHINES.values() if row.kind == "cpu")
     disturbed = "; other programs ran beside the measurement" if measured.is_disturbed else ""
     return replace(
-        shape,
+        cpu_row,
         name=THIS,
         description=f"{cpu.model}, {measured.num_threads} threads",
         bandwidth_gb_per_s=measured.bandwidth_gb_per_s,
@@ -100,13 +151,3 @@ def measure_this_machine() -> Machine:
         dispatch_us=measured.dispatch_us,
         source=f"measured with onnxruntime{disturbed}",
     )
-
-
-def require_spec_flags(*, wants_spec: bool, used: Sequence[str]) -> None:
-    """Flags that only the specification reads would otherwise be ignored in silence."""
-    if used and not wants_spec:
-        raise InputError(
-            f"{', '.join(used)} only shape the specification",
-            where="inspect",
-            next_step="add --spec",
-        )

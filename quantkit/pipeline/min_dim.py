@@ -1,7 +1,7 @@
-"""`--min-dim auto` and `--prefer speed`: decisions from the times of this machine's own products.
+"""`--min-dim auto` and `--prefer speed`: decisions from matmul times measured on this machine.
 
-Shapes of the model are timed once in float and in the formats in question, cached for the machine, and the
-smallest size from which integers win becomes the rule that the rest of the pipeline applies.
+The matmul shapes of the model are timed in float and in the candidate formats, and cached for the machine.
+The smallest size from which integers are faster becomes `min_dim`.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ USUAL_BYTES_PER_US = 20_000  # 20 GB/s
 
 
 def with_measured_sizes(
-    recipe: Recipe, model_map: ModelMap, progress: Progress, *, packs_attention: bool, generates: bool
+    recipe: Recipe, model_map: ModelMap, kind: str, progress: Progress
 ) -> tuple[Recipe, tuple[ShapeTime, ...], tuple[str, ...]]:
-    """The recipe with a size in place of "auto", the times that it came from, and notes."""
+    """(the recipe with a size in place of "auto", the times behind it, notes)."""
     formats = formats_of(model_map, SCHEMES[recipe.scheme], recipe.layers)
     everything = choose(model_map, min_dim=1, include=recipe.select.include, exclude=recipe.select.exclude)
-    contents = contents_of(model_map, everything, formats, packs_attention=packs_attention)
+    contents = contents_of(model_map, everything, formats, packs_attention=kind != "traced")
     packs = [pack for pack in contents.packs if pack.grid]
     products = products_of(packs, formats, prompt_rows=recipe.measure.prompt)
     times = _measure(products, recipe, progress)
-    found = auto_min_dim(model_map, products, times, decode_weight=64.0 if generates else 0.0)
-    exclude = [*recipe.select.exclude, *found.excluded]
-    notes = (*found.notes, *(f"'{name}' stays float: {words}" for name, words in found.excluded.items()))
-    decided = override(recipe, {"select.min_dim": found.min_dim, "select.exclude": exclude})
+    choice = auto_min_dim(model_map, products, times, decode_weight=64.0 if kind == "decoder" else 0.0)
+    exclude = [*recipe.select.exclude, *choice.excluded]
+    notes = (*choice.notes, *(f"'{name}' stays float: {reason}" for name, reason in choice.excluded.items()))
+    decided = override(recipe, {"select.min_dim": choice.min_dim, "select.exclude": exclude})
     return decided, times, notes
 
 
-def unit_times(
-    recipe: Recipe, units: Sequence[Pack], names: Sequence[str], progress: Progress
+def pack_times(
+    recipe: Recipe, packs: Sequence[Pack], names: Sequence[str], progress: Progress
 ) -> Callable[[Pack, str], float]:
-    """Microseconds that a decoded token spends in a unit, in one of the formats; "float" is one too."""
-    spelled = {
-        (unit.name, name): FLOAT_TIME
+    """Microseconds that a decoded token spends in a pack, by pack and format name ("float" included)."""
+    timed_as = {
+        (pack.name, name): FLOAT_TIME
         if name == FLOAT
-        else format_name(format_named(name, unit), unit.layers[0].role)
-        for unit in units
+        else format_name(format_named(name, pack), pack.layers[0].role)
+        for pack in packs
         for name in (*names, FLOAT)
     }
-    some = {layer.name: format_named(names[0], unit) for unit in units for layer in unit.layers}
-    products = products_of(units, some, prompt_rows=recipe.measure.prompt)
-    others = tuple(each for each in dict.fromkeys(spelled.values()) if each != FLOAT_TIME)
-    times = _measure(products, recipe, progress, formats=others)
-    known = {
-        (each.in_features, each.out_features, each.format_name): each for each in times if each.rows == 1
+    first_format = {layer.name: format_named(names[0], pack) for pack in packs for layer in pack.layers}
+    products = products_of(packs, first_format, prompt_rows=recipe.measure.prompt)
+    formats = tuple(name for name in dict.fromkeys(timed_as.values()) if name != FLOAT_TIME)
+    times = _measure(products, recipe, progress, formats=formats)
+    of_a_token = {
+        (time.in_features, time.out_features, time.format_name): time for time in times if time.rows == 1
     }
 
-    def microseconds(unit: Pack, name: str) -> float:
-        found = known.get((unit.in_features, unit.out_features, spelled[unit.name, name]))
-        if found is not None:
-            return found.median_us
-        # Too large to be timed, and so bound by reading: bytes at a usual bandwidth.
-        width = 4.0 if name == FLOAT else format_named(name, unit).grid.bits / 8
-        return unit.in_features * unit.out_features * width / USUAL_BYTES_PER_US
+    def microseconds(pack: Pack, name: str) -> float:
+        time = of_a_token.get((pack.in_features, pack.out_features, timed_as[pack.name, name]))
+        if time is not None:
+            return time.median_us
+        # Too large to be timed, and so bound by memory: bytes at a usual bandwidth.
+        width = 4.0 if name == FLOAT else format_named(name, pack).grid.bits / 8
+        return pack.in_features * pack.out_features * width / USUAL_BYTES_PER_US
 
     return microseconds
 
@@ -74,7 +74,7 @@ def unit_times(
 def _measure(
     products: Sequence[Product], recipe: Recipe, progress: Progress, formats: Sequence[str] = ()
 ) -> tuple[ShapeTime, ...]:
-    shapes = {(each.in_features, each.out_features) for each in products}
+    shapes = {(product.in_features, product.out_features) for product in products}
     with progress.stage("times of products", total=len(shapes), unit="shapes") as count:
         return measure_products(
             products,

@@ -13,7 +13,7 @@ from quantkit.errors import InputError
 from quantkit.export.written import Written, read_written
 from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 RUNNER, STATIC_RUNNER, DEVICE = (  # the last is what both runners stand on
     PACKAGE / "runtime" / "on_device" / name for name in ("run_growing.py", "run_static.py", "device.py")
 )

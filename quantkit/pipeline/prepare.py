@@ -1,8 +1,8 @@
-"""Before weights are rounded: what calibration saw, and a model changed so that rounding costs it less.
+"""Before rounding: transforms that make rounding cost less, and the statistics that the fit needs.
 
-Transforms come first, in the recipe's order, each calibrated on the model that the ones before it left; then
-the changed model is calibrated once more for what the fit and the formats want. Nothing is run that nobody
-asked for: plain rounding with ranges found at run time needs no calibration at all.
+Transforms are applied in the recipe's order, each calibrated on the model that the ones before it left; then
+the transformed model is calibrated once more for the fit and the formats. Rounding to nearest with ranges
+found at run time needs no calibration, so none is run.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import contextlib
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,21 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.model.load import Source
 from quantkit.model.model_map import Layer, ModelMap
-from quantkit.model.weights.open import make_fast_tokenizer
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.pipeline.artifact import claim
-from quantkit.plan.formats import AUTO, FLOAT, Format, scheme
-from quantkit.plan.plan import Plan
-from quantkit.plan.select import check_patterns, choose
-from quantkit.progress import Progress
-from quantkit.quantization.calibration import (
-    StatisticsFile,
-    calibration_tokens,
-    collect,
-    context_length,
-    quick_peaks,
+from quantkit.pipeline.calibration_text import (
+    Tokens,
+    calibration_windows,
+    random_windows,
+    statistics_windows,
 )
+from quantkit.pipeline.export import projection_formats
+from quantkit.pipeline.folder import claim
+from quantkit.pipeline.resolve import Resolved, plan_of
+from quantkit.plan.formats import Format
+from quantkit.plan.plan import Plan
+from quantkit.quantization.calibration import StatisticsFile, collect, context_length, quick_peaks
 from quantkit.quantization.calibration.output_weights import weigh, weighed, with_gradients
 from quantkit.quantization.grid import decode_all
 from quantkit.quantization.layout import Evidence
@@ -50,237 +47,214 @@ from quantkit.quantization.transforms import TRANSFORMS, Transform
 from quantkit.quantization.transforms.alpha import Smoothing, search_alpha
 from quantkit.quantization.transforms.smoothquant import Rule, smoothable
 from quantkit.quantization.transforms.spaces import spaces_of
-from quantkit.recipe import Recipe
 from quantkit.runtime.machine.throughput import cache_folder
-from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
-Ints = NDArray[np.int64]
 SEARCHED_ROWS = 256  # of a space's input, for the strength of smoothing
 BATCH = 4  # windows that run at once
-QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that only looks for outliers
+QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that looks for outliers
+STATISTIC_FIELDS = {"peak": "peak_I", "mean_magnitude": "mean_magnitude_I"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A model ready to be rounded."""
+    """A resolved model after its transforms, ready to be rounded."""
 
+    resolved: Resolved
     model_map: ModelMap
     weights: TensorSource
-    evidence: Evidences = lambda _: None
+    plan: Plan
+    formats: Mapping[str, Format]
+    statistics: Evidences = lambda _: None
     smoothing: tuple[Smoothing, ...] = ()
     notes: tuple[str, ...] = ()
-    key: str = ""  # of the weights and of all that was seen
-    unused: tuple[Path, ...] = ()  # statistics that nobody asked to keep
+    key: str = ""  # identifies the weights and the statistics
+    unused: tuple[Path, ...] = field(default=())  # statistics folders to remove when the work is done
+
+    @property
+    def planned(self) -> frozenset[str]:
+        return frozenset(layer.name for layer in self.plan.layers if layer.quantized)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What preparing needs to know."""
-
-    recipe: Recipe
-    source: Source
-    formats: Mapping[str, Format]  # of every projection
-    planned: frozenset[str]
-    progress: Progress
-    folder: Path | None = None  # where statistics are kept; without one in the cache, until the work is done
-    resumes: bool = True
-
-
-def searches(recipe: Recipe) -> bool:
-    """Whether a budget was given; some of the calibration text is then left for measuring."""
-    return recipe.budget.max_ppl_increase is not None or recipe.budget.max_kl is not None
-
-
-def planned(recipe: Recipe, model_map: ModelMap) -> Plan:
-    """The plan of a recipe; what it leaves in float is excluded."""
-    own = recipe.layers
-    check_patterns(model_map, tuple(own), "layer")
-    for name in own.values():
-        if name != FLOAT:
-            scheme(name)
-    assert isinstance(recipe.select.min_dim, int), "'auto' is measured before"
-    return choose(
-        model_map,
-        min_dim=recipe.select.min_dim,
-        include=recipe.select.include,
-        exclude=[*recipe.select.exclude, *(each for each, name in own.items() if name == FLOAT)],
+def prepare(resolved: Resolved) -> Prepared:
+    """Apply the transforms, then collect the statistics that rounding needs."""
+    recipe = resolved.recipe
+    prepared = Prepared(
+        resolved=resolved,
+        model_map=resolved.model_map,
+        weights=resolved.weights,
+        plan=resolved.plan,
+        formats=projection_formats(resolved.model_map, recipe.scheme, recipe.target, recipe.layers),
     )
-
-
-def prepare(job: Job, model_map: ModelMap, weights: TensorSource) -> Prepared:
-    """Transform, then collect what rounding wants."""
-    assert job.recipe.transforms != AUTO, "decided when the model was opened"
-    unknown = [name for name in job.recipe.transforms if name not in TRANSFORMS]
-    if unknown:
-        raise InputError(f"'{unknown[0]}'", where="transforms", allowed=", ".join(TRANSFORMS))
-    made = Prepared(model_map=model_map, weights=weights)
-    for number, name in enumerate(job.recipe.transforms):
-        made = _transform(job, made, name, TRANSFORMS[name], number)
-    wanted = wants_of(job, model_map)
-    if not wanted:
-        return made
-    seen = _calibrate(job, made, wanted, f"{len(job.recipe.transforms)}-fit")
+    for number, name in enumerate(recipe.transforms):
+        prepared = _transform(prepared, name, TRANSFORMS[name], number)
+    if prepared.model_map is not resolved.model_map:  # a transform may untie the head
+        prepared = replace(prepared, plan=plan_of(recipe, prepared.model_map))
+    needs = statistics_needs(prepared)
+    if not needs:
+        return prepared
+    file, prepared = _calibrate(prepared, needs, f"{len(recipe.transforms)}-fit")
     notes = [
-        f"calibration never reached '{name}': it is rounded plainly"
-        for name in seen.unreached
-        if any(name == layer.matrix for layer in model_map.layers)
+        f"calibration never reached '{name}': it is rounded to nearest"
+        for name in file.unreached
+        if any(name == layer.matrix for layer in resolved.model_map.layers)
     ]
-    made = replace(
-        made,
-        evidence=lambda layer: _read(seen, layer),
-        notes=(*made.notes, *notes),
-        key=seen.key,
-        unused=(*made.unused, *([] if job.folder else [seen.folder])),
+    prepared = replace(
+        prepared,
+        statistics=lambda layer: _statistics_of(file, layer),
+        notes=(*prepared.notes, *notes),
+        key=file.key,
     )
-    return _with_gradients(job, made)
-
-
-def _with_gradients(job: Job, made: Prepared) -> Prepared:
-    """What rounding errors of outputs do to predictions, where the fit makes use of it."""
-    model_map = made.model_map
-    layers = weighed(job.recipe, job.planned, model_map)
-    if not layers:
-        return made
-    folder = _statistics_folder(job, made, f"{len(job.recipe.transforms)}-gradients")
-    if not job.resumes:
-        shutil.rmtree(folder, ignore_errors=True)
-    tokens = _statistic_tokens(job, model_map)
-    found = weigh(
-        job.source,
-        model_map,
-        made.weights,
-        layers,
-        tokens,
-        recipe=job.recipe,
-        folder=folder,
-        progress=job.progress,
-    )
-    made = replace(made, unused=(*made.unused, *([] if job.folder else [folder])))
-    if isinstance(found, str):
-        return replace(made, notes=(*made.notes, f"GPTQ weighs all outputs the same: {found}"))
-    return replace(made, evidence=with_gradients(made.evidence, found), key=f"{made.key} {found.key}")
+    return _with_output_gradients(prepared)
 
 
 def discard(prepared: Prepared) -> None:
-    """Remove statistics that nobody asked to keep."""
+    """Remove the statistics that are not to be kept."""
     for folder in prepared.unused:
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # others of this model may lie beside it
+        with contextlib.suppress(OSError):  # statistics of other runs may lie beside it
             folder.parent.rmdir()
 
 
-def wants_of(job: Job, model_map: ModelMap) -> dict[str, frozenset[str]]:
-    """The statistics that each planned matrix needs; those that need none are left out."""
-    wanted: dict[str, frozenset[str]] = {}
-    for layer in model_map.layers:
-        if layer.name not in job.planned:
+def statistics_needs(prepared: Prepared) -> dict[str, frozenset[str]]:
+    """The statistics that each planned matrix needs; a matrix that needs none has no entry."""
+    recipe = prepared.resolved.recipe
+    needs: dict[str, frozenset[str]] = {}
+    for layer in prepared.resolved.model_map.layers:
+        if layer.name not in prepared.planned:
             continue
-        wants = QUANTIZERS[job.recipe.fit].wants
-        if job.formats[layer.name].is_static:
-            wants |= {"range", "histogram"}
-        if job.recipe.bias_correction:
-            wants |= {"mean"}
-        if wants:
-            wanted[layer.matrix] = wanted.get(layer.matrix, frozenset()) | wants
-    return wanted
+        layer_needs = QUANTIZERS[recipe.fit].wants
+        if prepared.formats[layer.name].is_static:
+            layer_needs |= {"range", "histogram"}
+        if recipe.bias_correction:
+            layer_needs |= {"mean"}
+        if layer_needs:
+            needs[layer.matrix] = needs.get(layer.matrix, frozenset()) | layer_needs
+    return needs
 
 
-def _read(seen: StatisticsFile, layer: Layer) -> Evidence | None:
-    if layer.matrix not in seen.wanted or layer.matrix in seen.unreached:
+def _statistics_of(file: StatisticsFile, layer: Layer) -> Evidence | None:
+    if layer.matrix not in file.wanted or layer.matrix in file.unreached:
         return None
-    return seen.read(layer.matrix)
+    return file.read(layer.matrix)
 
 
-def _transform(job: Job, made: Prepared, name: str, row: Transform, number: int) -> Prepared:
-    options: dict[str, Any] = {"seed": job.recipe.seed, "unties_head": job.recipe.unties_head}
-    found: tuple[Smoothing, ...] = ()
-    unused, notes = made.unused, made.notes
-    if name == "smoothquant" and job.recipe.smoothing == "quick":
-        options["statistics"], notes = _quick_statistics(job, made)
-    elif row.needs:
-        matrices = {layer.matrix for layer in made.model_map.layers if layer.name in job.planned}
-        wanted = dict.fromkeys(matrices, frozenset({*row.needs, "sample"}))
-        seen = _calibrate(job, made, wanted, f"{number}-{name}")
-        unused = (*unused, *([] if job.folder else [seen.folder]))
-        options |= _strengths(job, made, name, row, seen)
-        found = options.pop("found")
-    with job.progress.stage(name):
-        model_map, weights = row.apply(made.model_map, made.weights, **options)
+def _with_output_gradients(prepared: Prepared) -> Prepared:
+    """Add the second moments of output gradients, where the fit weighs output errors by them."""
+    resolved, recipe = prepared.resolved, prepared.resolved.recipe
+    layers = weighed(recipe, prepared.planned, prepared.model_map)
+    if not layers:
+        return prepared
+    folder, prepared = _statistics_folder(prepared, f"{len(recipe.transforms)}-gradients")
+    gradients = weigh(
+        resolved.source,
+        prepared.model_map,
+        prepared.weights,
+        layers,
+        statistics_windows(recipe, resolved.source, prepared.model_map),
+        recipe=recipe,
+        folder=folder,
+        progress=resolved.progress,
+    )
+    if isinstance(gradients, str):
+        return replace(prepared, notes=(*prepared.notes, f"GPTQ weighs all outputs the same: {gradients}"))
     return replace(
-        made,
-        model_map=model_map,
-        weights=weights,
-        smoothing=(*made.smoothing, *found),
-        unused=unused,
-        notes=notes,
+        prepared,
+        statistics=with_gradients(prepared.statistics, gradients),
+        key=f"{prepared.key} {gradients.key}",
     )
 
 
-def _quick_statistics(job: Job, made: Prepared) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Prepared:
+    recipe = prepared.resolved.recipe
+    options: dict[str, Any] = {"seed": recipe.seed, "unties_head": recipe.unties_head}
+    if name == "smoothquant" and recipe.smoothing == "quick":
+        options["statistics"], notes = _quick_statistics(prepared)
+        prepared = replace(prepared, notes=(*prepared.notes, *notes))
+    elif row.needs:
+        matrices = {layer.matrix for layer in prepared.model_map.layers if layer.name in prepared.planned}
+        needs = dict.fromkeys(matrices, frozenset({*row.needs, "sample"}))
+        file, prepared = _calibrate(prepared, needs, f"{number}-{name}")
+        statistics = {matrix: file.read(matrix) for matrix in file.wanted if matrix not in file.unreached}
+        (need,) = row.needs
+        options["statistics"] = {
+            matrix: getattr(record, STATISTIC_FIELDS[need]) for matrix, record in statistics.items()
+        }
+        smoothing = _search_strengths(prepared, name, statistics, options["statistics"])
+        options["alpha"] = {choice.space: choice.alpha for choice in smoothing}
+        prepared = replace(prepared, smoothing=(*prepared.smoothing, *smoothing))
+    with prepared.resolved.progress.stage(name):
+        model_map, weights = row.apply(prepared.model_map, prepared.weights, **options)
+    return replace(prepared, model_map=model_map, weights=weights)
+
+
+def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """(peaks of one pass over a few windows, notes); one block's weights are in memory at a time."""
-    model_map, notes = made.model_map, made.notes
-    context = context_length(model_map) or QUICK_LENGTH
-    size = {"windows": QUICK_WINDOWS, "length": min(QUICK_LENGTH, context)}
+    resolved, model_map = prepared.resolved, prepared.model_map
+    recipe, notes = resolved.recipe, ()
+    length = min(QUICK_LENGTH, context_length(model_map) or QUICK_LENGTH)
     try:
-        tokens = tokens_for(job, model_map, **size)
+        windows_NT = calibration_windows(
+            recipe, resolved.source, model_map, windows=QUICK_WINDOWS, length=length
+        )
     except InputError as error:
-        if job.recipe.calibration.text:
+        if recipe.calibration.text:
             raise
-        tokens = random_tokens(job, model_map, **size)
-        notes = (*notes, f"outliers were looked for on random tokens: {error}")
-    matrices = {layer.matrix for layer in model_map.layers if layer.name in job.planned}
-    with job.progress.stage("outliers", total=int(tokens.size), unit="tokens") as count:
-        module = torch_model(job.source, model_map, made.weights, streams=True)
-        peaks = quick_peaks(module, model_map, tokens, matrices)
-        count(int(tokens.size))
+        windows_NT = random_windows(recipe, model_map, windows=QUICK_WINDOWS, length=length)
+        notes = (f"outliers were looked for on random tokens: {error}",)
+    matrices = {layer.matrix for layer in model_map.layers if layer.name in prepared.planned}
+    with resolved.progress.stage("outliers", total=int(windows_NT.size), unit="tokens") as count:
+        module = torch_model(resolved.source, model_map, prepared.weights, streams=True)
+        peaks = quick_peaks(module, model_map, windows_NT, matrices)
+        count(int(windows_NT.size))
     return dict(peaks), notes
 
 
-def _strengths(job: Job, made: Prepared, name: str, row: Transform, seen: StatisticsFile) -> dict[str, Any]:
-    """How strongly to smooth each space, by the error of what its readers give."""
-    (need,) = row.needs
-    rule: Rule = "awq" if name == "awq" else "smoothquant"
-    evidence = {matrix: seen.read(matrix) for matrix in seen.wanted if matrix not in seen.unreached}
-    field = {"peak": "peak_I", "mean_magnitude": "mean_magnitude_I"}[need]
-    statistics = {matrix: getattr(each, field) for matrix, each in evidence.items()}
-    names = set(smoothable(made.model_map, unties_head=job.recipe.unties_head))
-    spaces = [space for space in spaces_of(made.model_map) if space.name in names]
-    layers = {layer.name: layer for layer in made.model_map.layers}
-    found = []
-    with job.progress.stage(f"{name}: strengths", total=len(spaces), unit="spaces") as count:
+def _search_strengths(
+    prepared: Prepared, transform: str, statistics: Mapping[str, Evidence], scaled_by: Mapping[str, NDArray[Any]]
+) -> tuple[Smoothing, ...]:
+    """The smoothing strength of each space with the smallest error of its readers' outputs."""
+    recipe, model_map = prepared.resolved.recipe, prepared.model_map
+    rule: Rule = "awq" if transform == "awq" else "smoothquant"
+    names = set(smoothable(model_map, unties_head=recipe.unties_head))
+    spaces = [space for space in spaces_of(model_map) if space.name in names]
+    layers = {layer.name: layer for layer in model_map.layers}
+    choices = []
+    with prepared.resolved.progress.stage(
+        f"{transform}: strengths", total=len(spaces), unit="spaces"
+    ) as count:
         for space in spaces:
-            readers = [layers[each] for each in space.readers if each in job.planned]
-            sample = (
-                evidence[readers[0].matrix].sample_TI if readers and readers[0].matrix in evidence else None
-            )
-            if readers and sample is not None and len(readers) == len(space.readers):
-                choice = search_alpha(
-                    made.model_map,
-                    made.weights,
-                    space,
-                    sample_TI=sample[:SEARCHED_ROWS],
-                    statistics=statistics,
-                    rule=rule,
-                    round_inputs=_rounding_inputs(job.formats[readers[0].name], readers[0]),
-                    round_weights=_rounding_weights(job.formats[readers[0].name]),
-                )
-                if choice:
-                    found.append(
-                        Smoothing(
-                            space=space.name,
-                            transform=name,
-                            alpha=choice.alpha,
-                            error=choice.error,
-                            plain_error=choice.plain_error,
-                        )
-                    )
             count(1)
-    alphas = {each.space: each.alpha for each in found}
-    return {"statistics": statistics, "alpha": alphas, "found": tuple(found)}
+            readers = [layers[name] for name in space.readers if name in prepared.planned]
+            if not readers or len(readers) != len(space.readers) or readers[0].matrix not in statistics:
+                continue
+            sample_TI = statistics[readers[0].matrix].sample_TI
+            if sample_TI is None:
+                continue
+            choice = search_alpha(
+                model_map,
+                prepared.weights,
+                space,
+                sample_TI=sample_TI[:SEARCHED_ROWS],
+                statistics=scaled_by,
+                rule=rule,
+                round_inputs=_input_rounding(prepared.formats[readers[0].name], readers[0]),
+                round_weights=_weight_rounding(prepared.formats[readers[0].name]),
+            )
+            if choice:
+                choices.append(
+                    Smoothing(
+                        space=space.name,
+                        transform=transform,
+                        alpha=choice.alpha,
+                        error=choice.error,
+                        plain_error=choice.plain_error,
+                    )
+                )
+    return tuple(choices)
 
 
-def _rounding_inputs(chosen: Format, reader: Layer) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """What the runtime will do to the space's values."""
+def _input_rounding(chosen: Format, reader: Layer) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """How the runtime will round the space's values."""
     if chosen.is_static:  # the range moves with the scales, so it is taken from the scaled sample itself
         chosen = replace(chosen, activations="tensor")
     rounding = rounding_of(chosen, reader.role, None)
@@ -292,110 +266,55 @@ def _rounding_inputs(chosen: Format, reader: Layer) -> Callable[[NDArray[Any]], 
     return round_inputs
 
 
-def _rounding_weights(chosen: Format) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """What plain rounding will do to the readers' weights."""
+def _weight_rounding(chosen: Format) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """How rounding to nearest will change the readers' weights."""
 
-    def round_weights(rows_OI: NDArray[Any]) -> NDArray[Any]:
-        rows = np.asarray(rows_OI, np.float32)
-        return decode_all(round_to_nearest(rows, chosen.grid), rows.shape[1])
+    def round_weights(weight_OI: NDArray[Any]) -> NDArray[Any]:
+        rows_OI = np.asarray(weight_OI, np.float32)
+        return decode_all(round_to_nearest(rows_OI, chosen.grid), rows_OI.shape[1])
 
     return round_weights
 
 
-def _calibrate(job: Job, made: Prepared, wanted: Mapping[str, frozenset[str]], step: str) -> StatisticsFile:
-    """Run the text through the model as it is now, or take what an interrupted run has left."""
-    tokens = _statistic_tokens(job, made.model_map)
-    folder = _statistics_folder(job, made, step)
-    if not job.resumes:
-        shutil.rmtree(folder, ignore_errors=True)
-    with job.progress.stage("calibration", total=int(tokens.size), unit="tokens") as count:
-        module = torch_model(job.source, made.model_map, made.weights)
-        blocks = [block.name for block in made.model_map.blocks]
-        return collect(
-            module,
-            tokens,
-            wanted=wanted,
-            blocks=blocks,
+def _calibrate(
+    prepared: Prepared, needs: Mapping[str, frozenset[str]], step: str
+) -> tuple[StatisticsFile, Prepared]:
+    """Run the calibration text through the model as it is now, or reuse what an interrupted run left."""
+    resolved, model_map = prepared.resolved, prepared.model_map
+    tokens_NT: Tokens = statistics_windows(resolved.recipe, resolved.source, model_map)
+    folder, prepared = _statistics_folder(prepared, step)
+    with resolved.progress.stage("calibration", total=int(tokens_NT.size), unit="tokens") as count:
+        file = collect(
+            torch_model(resolved.source, model_map, prepared.weights),
+            tokens_NT,
+            wanted=needs,
+            blocks=[block.name for block in model_map.blocks],
             folder=folder,
             batch=BATCH,
-            seed=job.recipe.calibration.seed,
+            seed=resolved.recipe.calibration.seed,
             progress=count,
         )
+    return file, prepared
 
 
-def _statistic_tokens(job: Job, model_map: ModelMap) -> Ints:
-    """The calibration windows without those that a search measures on."""
-    tokens = tokens_for(job, model_map)
-    left_out = held_back(len(tokens)) if searches(job.recipe) else job.recipe.calibration.leave_out
-    return tokens[: max(1, len(tokens) - left_out)]
+def _statistics_folder(prepared: Prepared, step: str) -> tuple[Path, Prepared]:
+    """(the folder of a step's statistics, the record that removes it at the end unless it is the user's)."""
+    resolved = prepared.resolved
+    if resolved.statistics:
+        folder = resolved.statistics / step
+    else:
+        folder = _cached_statistics(prepared) / step
+        prepared = replace(prepared, unused=(*prepared.unused, folder))
+    if not resolved.resumes:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder, prepared
 
 
-def _statistics_folder(job: Job, made: Prepared, step: str) -> Path:
-    if job.folder:
-        return job.folder / step
-    place = str(job.source.folder) if job.source.folder else job.source.name
-    settings = [place, job.recipe.model_dump(include={"calibration", "transforms", "fit", "select", "seed"})]
+def _cached_statistics(prepared: Prepared) -> Path:
+    """A folder of the cache for this model and these settings, locked while this process lives."""
+    source, recipe = prepared.resolved.source, prepared.resolved.recipe
+    place = str(source.folder) if source.folder else source.name
+    settings = [place, recipe.model_dump(include={"calibration", "transforms", "fit", "select", "seed"})]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    name = f"{made.model_map.name.replace('/', '--')}-{digest}"
-    return claim(cache_folder() / "statistics" / name, locks=cache_folder() / "locks") / step
-
-
-def held_back(num_windows: int) -> int:
-    """Windows of the calibration text that statistics do not see when a search needs them."""
-    if num_windows < 2:
-        raise InputError(
-            "one calibration window is all there is",
-            where="calibration",
-            allowed="two or more when a budget is searched: one part to collect on, one to measure on",
-            next_step="give a longer text, or ask for shorter windows",
-        )
-    return max(1, num_windows // 4)
-
-
-def tokens_for(
-    job: Job, model_map: ModelMap, *, windows: int | None = None, length: int | None = None
-) -> Ints:
-    """The calibration windows; random ids for random weights, which no text fits."""
-    wanted = job.recipe.calibration
-    context = context_length(model_map)
-    length = length or wanted.length
-    length = length if context is None else min(length, context)
-    windows = windows or wanted.windows
-    vocab_size = model_map.vocab_size or 0
-    if job.recipe.random_weights:
-        return random_tokens(job, model_map, windows=windows, length=length)
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
-        return calibration_tokens(
-            encode=_encoder(job.source, Path(made)),
-            vocab_size=vocab_size,
-            source=Path(wanted.text).expanduser() if wanted.text else None,
-            num_windows=windows,
-            length=length,
-            context=context,
-            seed=wanted.seed,
-        )
-
-
-def random_tokens(job: Job, model_map: ModelMap, *, windows: int, length: int) -> Ints:
-    """Ids of no text."""
-    chances = np.random.default_rng(job.recipe.calibration.seed)
-    return chances.integers(0, model_map.vocab_size or 1, (windows, length))
-
-
-def _encoder(source: Source, made: Path) -> Callable[[str], list[int]]:
-    """The checkpoint's tokenizer; asked for only when a text must be encoded."""
-
-    def encode(text: str) -> list[int]:
-        folder = source.folder
-        if folder is None or not (folder / TOKENIZER_FILE).exists():
-            if not make_fast_tokenizer(source, made):
-                raise InputError(
-                    "the checkpoint brings no tokenizer, so no text can be read",
-                    where=source.name,
-                    allowed="token ids in a .npy file",
-                    next_step="--calibration-text IDS.npy",
-                )
-            folder = made
-        return open_text(folder).encode(text)
-
-    return encode
+    name = f"{prepared.model_map.name.replace('/', '--')}-{digest}"
+    return claim(cache_folder() / "statistics" / name, locks=cache_folder() / "locks")

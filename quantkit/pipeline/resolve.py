@@ -1,4 +1,4 @@
-"""From a recipe to a model that is mapped and planned, and a recipe in which nothing is left open.
+"""From a recipe to a mapped and planned model, and a recipe in which nothing is left open.
 
 Everything that can be refused is refused here, before a weight is read: a size that picks nothing, a
 transform that an architecture cannot take, a budget on a model that predicts no tokens.
@@ -6,105 +6,167 @@ transform that an architecture cannot take, a budget on a model that predicts no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
-from quantkit.evaluation.measure import read_text
+from quantkit.evaluation.text import read_text
 from quantkit.model.architectures.latents import keep_latents
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, open_source
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.export import formats_on, kind_of, require_tensors
-from quantkit.pipeline.export_static import notes_of, settle
+from quantkit.pipeline.export import kind_of, projection_formats, require_tensors
 from quantkit.pipeline.min_dim import with_measured_sizes
-from quantkit.pipeline.prepare import Job, planned, searches
-from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, SCHEMES
+from quantkit.pipeline.static_recipe import settle_static, static_notes
+from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
 from quantkit.plan.plan import Plan
+from quantkit.plan.select import check_patterns, choose
 from quantkit.plan.targets import TARGETS
 from quantkit.progress import Progress
 from quantkit.quantization.layout import contents_of
+from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.smoothquant import smoothable
 from quantkit.recipe import Recipe, override
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """A model and the recipe with everything decided that the model decides."""
+class Resolved:
+    """A model, and the recipe with every choice made that the model decides."""
 
     recipe: Recipe
     source: Source
+    kind: str  # of the export: "decoder", "encoder" or "traced"
     model_map: ModelMap
     weights: TensorSource
     plan: Plan
+    progress: Progress
+    statistics: Path | None = None  # folder that keeps calibration statistics; None: the cache, until the end
+    resumes: bool = True  # continue with the statistics of an interrupted run
     shape_times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def open_model(recipe: Recipe, progress: Progress, *, trust_remote_code: bool = False) -> Opened:
-    """Map and plan; whatever can be refused is refused here, before any work."""
+def resolve(
+    recipe: Recipe,
+    progress: Progress,
+    *,
+    source: Source | None = None,
+    statistics: Path | None = None,
+    resumes: bool = True,
+    trust_remote_code: bool = False,
+) -> Resolved:
+    """Map and plan the model; refuse everything that can be refused before any work."""
     name = recipe.model or ""
-    source = open_source(name, trust_remote_code=trust_remote_code)
+    source = source or open_source(name, trust_remote_code=trust_remote_code)
     source = with_weights(source, random_weights=recipe.random_weights)
     model_map = inspect_source(source)
     if recipe.keep_latent:
         model_map = _with_latents(recipe, model_map, source)
     kind = kind_of(model_map)
-    recipe = settle(recipe, model_map)
-    if recipe.scheme == AUTO:
-        recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind]})
-    if recipe.fit == AUTO:
-        recipe = override(recipe, {"fit": default_fit(recipe)})
-    if recipe.transforms == AUTO:
-        recipe = override(recipe, default_transforms(recipe, model_map, kind))
-    times: tuple[ShapeTime, ...] = ()
+    recipe = with_defaults(settle_static(recipe, model_map, kind), model_map, kind)
+    shape_times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
     if recipe.select.min_dim == AUTO:
-        recipe, times, notes = with_measured_sizes(
-            recipe, model_map, progress, packs_attention=kind != "traced", generates=kind == "decoder"
-        )
-    plan = planned(recipe, model_map)
+        recipe, shape_times, notes = with_measured_sizes(recipe, model_map, kind, progress)
+    plan = plan_of(recipe, model_map)
     if not plan.projections.quantized:
         raise InputError(
             f"no projection of {plan.projections.total} is picked at min_dim {plan.min_dim}",
             where=name,
             next_step="; ".join(notes) or f"'quantkit inspect {name}' lists their sizes; lower --min-dim",
         )
-    changed = [name for name in ("transforms", "bias_correction") if getattr(recipe, name)]
-    if kind == "traced" and changed:
-        raise InputError(
-            f"{changed[0]} changes weights, and {model_map.architecture} is traced with those it has",
-            where=name,
-            next_step=f"leave out {changed[0]}",
-        )
-    if searches(recipe) and (kind != "decoder" or recipe.random_weights):
-        raise InputError(
-            "a budget of perplexity or KL divergence needs a decoder with real weights",
-            where=name,
-            next_step="leave the budget out, and look at the similarity that the report gives",
-        )
+    require_possible(recipe, model_map, kind)
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
-    formats = formats_on(model_map, recipe.scheme, recipe.target, recipe.layers)
+    formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
     require_tensors(contents_of(model_map, plan, formats), weights, name)
     if recipe.measure.accuracy:
-        read_text(recipe.measure)  # a text that cannot be read is better said now than after the work
-    return Opened(
+        read_text(recipe.measure)  # a text that cannot be read is refused before the work
+    return Resolved(
         recipe=recipe,
         source=source,
+        kind=kind,
         model_map=model_map,
         weights=weights,
         plan=plan,
-        shape_times=times,
-        notes=(*notes, *notes_of(recipe, plan)),
+        progress=progress,
+        statistics=statistics,
+        resumes=resumes,
+        shape_times=shape_times,
+        notes=(*notes, *static_notes(recipe, plan)),
     )
 
 
+def plan_of(recipe: Recipe, model_map: ModelMap, layers: Mapping[str, str] | None = None) -> Plan:
+    """The plan of a recipe; projections whose own scheme is "float" are excluded."""
+    layers = recipe.layers if layers is None else layers
+    check_patterns(model_map, tuple(layers), "layer")
+    for scheme_name in layers.values():
+        if scheme_name != FLOAT:
+            scheme(scheme_name)
+    assert isinstance(recipe.select.min_dim, int), "'auto' is measured before"
+    left_float = [pattern for pattern, scheme_name in layers.items() if scheme_name == FLOAT]
+    return choose(
+        model_map,
+        min_dim=recipe.select.min_dim,
+        include=recipe.select.include,
+        exclude=[*recipe.select.exclude, *left_float],
+    )
+
+
+def with_defaults(recipe: Recipe, model_map: ModelMap, kind: str) -> Recipe:
+    """The recipe with scheme, fit and transforms in place of "auto"."""
+    if recipe.scheme == AUTO:
+        recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind]})
+    if recipe.fit == AUTO:
+        recipe = override(recipe, {"fit": default_fit(recipe)})
+    if recipe.transforms == AUTO:
+        recipe = override(recipe, default_transforms(recipe, model_map, kind))
+    return recipe
+
+
+def default_fit(recipe: Recipe) -> str:
+    """Rounding to nearest is enough for 8 bits; 4 bits, and a search that may choose them, need GPTQ.
+
+    Static decoders need it too: between 16-bit values, rounded weights are nearly all of their loss.
+    """
+    is_static = recipe.static.cache is not None and not recipe.random_weights
+    bits = SCHEMES[recipe.scheme].body.grid.bits
+    return "rtn" if bits >= 8 and not recipe.searches and not is_static else "gptq"
+
+
+def default_transforms(recipe: Recipe, model_map: ModelMap, kind: str) -> dict[str, Any]:
+    """Quick smoothing of decoders: outlier channels spoil the scales of whole blocks, a look takes seconds."""
+    is_smoothed = kind == "decoder" and not recipe.random_weights and bool(smoothable(model_map))
+    return {"transforms": ["smoothquant"], "smoothing": "quick"} if is_smoothed else {"transforms": []}
+
+
+def require_possible(recipe: Recipe, model_map: ModelMap, kind: str) -> None:
+    """Refuse options that this kind of model cannot take."""
+    unknown = [name for name in recipe.transforms if name not in TRANSFORMS]
+    if unknown:
+        raise InputError(f"'{unknown[0]}'", where="transforms", allowed=", ".join(TRANSFORMS))
+    changes = [name for name in ("transforms", "bias_correction") if getattr(recipe, name)]
+    if kind == "traced" and changes:
+        raise InputError(
+            f"{changes[0]} changes weights, and {model_map.architecture} is traced with its original ones",
+            where=recipe.model or "",
+            next_step=f"leave out {changes[0]}",
+        )
+    if recipe.searches and (kind != "decoder" or recipe.random_weights):
+        raise InputError(
+            "a budget of perplexity or KL divergence needs a decoder with real weights",
+            where=recipe.model or "",
+            next_step="leave the budget out, and look at the similarity that the report gives",
+        )
+
+
 def _with_latents(recipe: Recipe, model_map: ModelMap, source: Source) -> ModelMap:
-    """The model with what training alone runs kept as outputs."""
+    """The model with the latents that training alone computes kept as outputs."""
     if TARGETS[recipe.target].is_static:
         raise InputError(
             "static graphs have no output for latents",
@@ -113,34 +175,3 @@ def _with_latents(recipe: Recipe, model_map: ModelMap, source: Source) -> ModelM
         )
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
     return keep_latents(model_map, weights)
-
-
-def default_transforms(recipe: Recipe, model_map: ModelMap, kind: str) -> dict[str, Any]:
-    """Outlier channels spoil the scales of whole blocks, and looking for them takes a second or two."""
-    is_smoothed = kind == "decoder" and not recipe.random_weights and bool(smoothable(model_map))
-    return {"transforms": ["smoothquant"], "smoothing": "quick"} if is_smoothed else {"transforms": []}
-
-
-def default_fit(recipe: Recipe) -> str:
-    """Plain rounding is enough for 8 bits; 4 bits, and a search that may choose them, want the best fit.
-
-    So do static decoders: behind values of 16 bits, rounded weights are nearly all that they lose.
-    """
-    row = SCHEMES[recipe.scheme].body
-    is_static = recipe.static.cache is not None and not recipe.random_weights
-    return "rtn" if row.grid.bits >= 8 and not searches(recipe) and not is_static else "gptq"
-
-
-def job_of(opened: Opened, progress: Progress, *, folder: Path | None = None, resumes: bool = True) -> Job:
-    """What preparing it needs to know."""
-    return Job(
-        recipe=opened.recipe,
-        source=opened.source,
-        formats=formats_on(
-            opened.model_map, opened.recipe.scheme, opened.recipe.target, opened.recipe.layers
-        ),
-        planned=frozenset(layer.name for layer in opened.plan.layers if layer.quantized),
-        progress=progress,
-        folder=folder,
-        resumes=resumes,
-    )

@@ -1,7 +1,9 @@
-"""Holding an accuracy budget: formats chosen layer by layer, each configuration exported and run.
+"""Search within an accuracy budget: formats are chosen pack by pack, each candidate is exported and measured.
 
-The table of losses orders the choices; what decides is the exported file in the real runtime, on windows of
-text that no statistic and no table was taken from. The text of the final verdict is seen by none of this.
+The table of sensitivities orders the candidates. A candidate is judged by its exported file in the real
+runtime, on calibration windows that no statistic and no sensitivity came from. The verdict on the chosen
+model uses the text of the final measurement, which the search never reads; if it fails, the search continues
+with less of the budget, until a model holds it or no more may be measured.
 """
 
 from __future__ import annotations
@@ -11,152 +13,201 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Logits, measure_accuracy
+from quantkit.evaluation.artifact import open_artifact
+from quantkit.evaluation.measure import accuracy_of
 from quantkit.evaluation.measurements import Accuracy
-from quantkit.evaluation.models import open_model, outputs_of
+from quantkit.evaluation.reference import transformers_reference
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.weights.open import reference_logits
 from quantkit.model.weights.torch_model import torch_model
+from quantkit.pipeline.calibration_text import Tokens, calibration_windows, held_back
 from quantkit.pipeline.export import kind_of
-from quantkit.pipeline.min_dim import unit_times
-from quantkit.pipeline.prepare import Job, Prepared, held_back, tokens_for
-from quantkit.pipeline.rounding import round_and_export
+from quantkit.pipeline.min_dim import pack_times
+from quantkit.pipeline.prepare import Prepared, discard, prepare
+from quantkit.pipeline.resolve import Resolved, resolve
+from quantkit.pipeline.write import Written, export, export_job, write
 from quantkit.plan.formats import AUTO, FLOAT, in_blocks
 from quantkit.plan.plan import Plan
+from quantkit.progress import Progress
 from quantkit.quantization.layout import Pack, contents_of
 from quantkit.quantization.search import Budget, Candidate, Loss, Search, SearchResult, UnitOptions, uniform
 from quantkit.quantization.sensitivity import format_named, measure_sensitivity
-from quantkit.recipe import Recipe
+from quantkit.recipe import Budget as RecipeBudget
+from quantkit.recipe import Recipe, override
 from quantkit.runtime.machine.throughput import cache_folder
+from quantkit.runtime.session import open_session
 
 SEARCHED = ("int8_block32", "int8_block128", "int4_block32", "int4_block64", "int4_block128")
-TABLE_TOKENS = 1024  # that every unit and format is tried on
+TABLE_TOKENS = 1024  # on which every pack and format is tried
 REMEMBERED_BYTES = 1 << 30  # of the original's logits, on disk
+MARGIN = 0.9  # share of what a failed verdict leaves of the budget
 Sensitivity = tuple[UnitOptions, ...]
-Times = Callable[[Pack, str], float]  # unit, format name -> microseconds a token
+Times = Callable[[Pack, str], float]  # pack, format name -> microseconds a token
 
 
-def budget_of(recipe: Recipe) -> Budget:
-    """The recipe's limits."""
-    return Budget(max_ppl_increase=recipe.budget.max_ppl_increase, max_kl=recipe.budget.max_kl)
+def write_within_budget(prepared: Prepared, folder: Path, *, keeps_checkpoint: bool) -> Written:
+    """Write the cheapest model that holds the budget on text that the search never read."""
+    resolved = prepared.resolved
+    trials = folder / ".trials"
+    search = start_search(prepared, trials)
+    budget, tightened, verdicts = search.table.budget, 1.0, list[Loss]()
+    while True:
+        candidate = search.propose(tightened=tightened)
+        layers = {**resolved.recipe.layers, **search.formats_of(candidate)}
+        written = write(prepared, folder, layers, keeps_checkpoint=keeps_checkpoint)
+        accuracy = _verdict(written, folder)
+        verdicts.append(loss_of(accuracy))
+        share, promised = budget.share(verdicts[-1]), budget.share(candidate.loss)
+        is_last = promised > tightened or search.left <= len(verdicts)
+        if share <= 1 or is_last:
+            break
+        tightened = min(tightened, promised) / share * MARGIN
+    shutil.rmtree(trials, ignore_errors=True)
+    decided = {"budget": RecipeBudget().model_dump(), "calibration.leave_out": search.left_out}
+    return replace(
+        written,
+        recipe=override(written.recipe, decided),
+        search=search.result(candidate, verdicts),
+        accuracy=accuracy,
+    )
+
+
+def _verdict(written: Written, folder: Path) -> Accuracy:
+    resolved = written.prepared.resolved
+    artifact = open_artifact(folder, written.recipe)
+    accuracy = accuracy_of(artifact, transformers_reference(resolved.source), [], resolved.progress)
+    if not isinstance(accuracy, Accuracy):
+        raise InputError(
+            "no accuracy can be measured, so no budget can be held",
+            where=resolved.model_map.name,
+            next_step="a tokenizer beside the weights, or --text, is what is missing",
+        )
+    return accuracy
 
 
 @dataclass(kw_only=True, slots=True)
-class Seeker:
-    """A search under way; kept, so that a failed verdict can go on from what is known."""
+class RunningSearch:
+    """A search that goes on after a failed verdict."""
 
-    job: Job
-    search: Search
+    prepared: Prepared
+    table: Search
     left_out: int  # windows of the calibration text that it measures on
 
     def propose(self, *, tightened: float = 1.0) -> Candidate:
-        """The cheapest that holds this part of the budget, or the most accurate there is."""
-        total = self.search.limit
-        with self.job.progress.stage("search", total=total, unit="configurations") as count:
-            before = len(self.search.tried)
-            for name in searched_formats(self.job.recipe):
-                choices = uniform(self.search.units, name)
+        """The cheapest candidate within this part of the budget, or the most accurate one."""
+        resolved = self.prepared.resolved
+        with resolved.progress.stage("search", total=self.table.limit, unit="configurations") as count:
+            before = len(self.table.tried)
+            for name in searched_formats(resolved.recipe):
+                choices = uniform(self.table.units, name)
                 if choices:
-                    self.search.measure(choices, f"all {name}")
-            self.search.bisect(tightened=tightened)
-            count(len(self.search.tried) - before)
-        return self.search.best(tightened=tightened) or self.search.most_accurate()
+                    self.table.measure(choices, f"all {name}")
+            self.table.bisect(tightened=tightened)
+            count(len(self.table.tried) - before)
+        return self.table.best(tightened=tightened) or self.table.most_accurate()
 
     @property
     def left(self) -> int:
         """Models that may still be exported and measured."""
-        return self.search.limit - len(self.search.tried)
+        return self.table.limit - len(self.table.tried)
 
     def formats_of(self, candidate: Candidate) -> dict[str, str]:
-        """The scheme of every projection; "float" for those that stay as they are."""
+        """The scheme of every projection, "float" included."""
         chosen = dict(candidate.choices)
-        return {layer: chosen[unit.name] for unit in self.search.units for layer in unit.layers}
+        return {layer: chosen[unit.name] for unit in self.table.units for layer in unit.layers}
 
     def result(self, candidate: Candidate, verdicts: Sequence[Loss]) -> SearchResult:
-        """What the report says of the search."""
         return SearchResult(
-            max_ppl_increase=self.search.budget.max_ppl_increase,
-            max_kl=self.search.budget.max_kl,
-            prefer=self.job.recipe.budget.prefer,
-            units=tuple(self.search.units),
-            candidates=tuple(self.search.tried.values()),
+            max_ppl_increase=self.table.budget.max_ppl_increase,
+            max_kl=self.table.budget.max_kl,
+            prefer=self.prepared.resolved.recipe.budget.prefer,
+            units=tuple(self.table.units),
+            candidates=tuple(self.table.tried.values()),
             chosen=candidate,
             verdicts=tuple(verdicts),
-            holds=self.search.budget.holds(verdicts[-1]) if verdicts else False,
+            holds=self.table.budget.holds(verdicts[-1]) if verdicts else False,
         )
 
 
-def seek(job: Job, prepared: Prepared, plan: Plan, folder: Path) -> Seeker:
-    """Measure the table of losses, and be ready to search."""
-    windows = tokens_for(job, prepared.model_map)
-    left_out = held_back(len(windows))
-    searched = windows[-left_out:]
-    units = units_of(prepared.model_map, plan)
-    options = sensitivities(job, prepared, units, windows)
-    times = unit_times(job.recipe, units, searched_formats(job.recipe), job.progress)
-    by_time = job.recipe.budget.prefer == "speed"
+def start_search(prepared: Prepared, folder: Path) -> RunningSearch:
+    """Measure the table of sensitivities and prices; `folder` holds trial exports."""
+    resolved, recipe = prepared.resolved, prepared.resolved.recipe
+    windows_NT = calibration_windows(recipe, resolved.source, prepared.model_map)
+    left_out = held_back(len(windows_NT))
+    searched_NT = windows_NT[-left_out:]
+    packs = searched_packs(prepared.model_map, resolved.plan)
+    options = sensitivities(prepared, packs, windows_NT)
+    times = pack_times(recipe, packs, searched_formats(recipe), resolved.progress)
+    by_time = recipe.budget.prefer == "speed"
     priced = tuple(
-        _priced(unit, pack, times, by_time=by_time) for unit, pack in zip(options, units, strict=True)
+        _priced(unit, pack, times, by_time=by_time) for unit, pack in zip(options, packs, strict=True)
     )
-    original = _remembering(reference_logits(job.source), folder / "logits", searched, prepared.model_map)
+    original = _on_disk(reference_logits(resolved.source), folder / "logits", searched_NT, prepared.model_map)
 
     def evaluate(choices: Mapping[str, str]) -> Loss:
-        made = folder / "candidate"
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
+        trial = folder / "candidate"
+        shutil.rmtree(trial, ignore_errors=True)
+        trial.mkdir(parents=True)
         chosen = {layer: choices[unit.name] for unit in options for layer in unit.layers}
-        round_and_export(job, prepared, {**job.recipe.layers, **chosen}, made)
-        model = open_model(kind_of(prepared.model_map), made)
-        loss = loss_on(original, outputs_of(model), searched)
-        del model
-        shutil.rmtree(made, ignore_errors=True)
+        export(export_job(prepared, {**recipe.layers, **chosen}), trial)
+        session = open_session(trial)
+        loss = loss_on(original, session.logits, searched_NT)
+        del session
+        shutil.rmtree(trial, ignore_errors=True)
         return loss
 
-    search = Search(
-        units=priced,
-        evaluate=evaluate,
-        budget=budget_of(job.recipe),
-        limit=job.recipe.budget.evaluations,
-        tried={},
+    limits = Budget(max_ppl_increase=recipe.budget.max_ppl_increase, max_kl=recipe.budget.max_kl)
+    table = Search(
+        units=priced, evaluate=evaluate, budget=limits, limit=recipe.budget.evaluations, tried={}
     )
-    return Seeker(job=job, search=search, left_out=left_out)
+    return RunningSearch(prepared=prepared, table=table, left_out=left_out)
 
 
-def units_of(model_map: ModelMap, plan: Plan) -> tuple[Pack, ...]:
-    """What is multiplied together among the planned projections."""
+def sensitivity(
+    recipe: Recipe, *, resumes: bool = True, quiet: bool = False
+) -> tuple[Resolved, Sensitivity]:
+    """The loss of every pack alone, in every format that a search would try."""
+    resolved = resolve(recipe, Progress(quiet=quiet), resumes=resumes)
+    prepared = prepare(resolved)
+    windows_NT = calibration_windows(resolved.recipe, resolved.source, prepared.model_map)
+    table = sensitivities(prepared, searched_packs(prepared.model_map, resolved.plan), windows_NT)
+    discard(prepared)
+    return resolved, table
+
+
+def searched_packs(model_map: ModelMap, plan: Plan) -> tuple[Pack, ...]:
+    """The planned packs, without latents: no logit reads these, so no search can price them."""
     packs_attention = kind_of(model_map) != "traced"
     contents = contents_of(model_map, plan, in_blocks(128), packs_attention=packs_attention)
-    # No logit reads a latent, so no search can price it.
     return tuple(pack for pack in contents.packs if pack.grid and pack.layers[0].role is not Role.FFN_LATENT)
 
 
-def sensitivities(
-    job: Job, prepared: Prepared, units: Sequence[Pack], windows: NDArray[np.int64]
-) -> Sensitivity:
-    """The table of losses on windows that a search does not measure on, from a file where it is known."""
-    seen = windows[: len(windows) - held_back(len(windows))]
-    tokens = seen[: max(1, TABLE_TOKENS // seen.shape[1])]
-    names = searched_formats(job.recipe)
-    key = f"{identity_of(job)} {prepared.key} {job.recipe.transforms} {job.recipe.seed}"
+def sensitivities(prepared: Prepared, packs: Sequence[Pack], windows_NT: Tokens) -> Sensitivity:
+    """The table of sensitivities on windows that no candidate is measured on; cached in a file."""
+    resolved, recipe = prepared.resolved, prepared.resolved.recipe
+    windows_NT = windows_NT[: len(windows_NT) - held_back(len(windows_NT))]
+    tokens_NT = windows_NT[: max(1, TABLE_TOKENS // windows_NT.shape[1])]
+    names = searched_formats(recipe)
+    key = f"{_identity(resolved)} {prepared.key} {recipe.transforms} {recipe.seed}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     cache = cache_folder() / "sensitivity" / f"{prepared.model_map.name.replace('/', '--')}-{digest}.json"
-    if not job.resumes:
+    if not resolved.resumes:
         cache.unlink(missing_ok=True)
-    with job.progress.stage("sensitivity", total=len(units) * len(names), unit="trials") as count:
-        module = torch_model(job.source, prepared.model_map, prepared.weights)
+    with resolved.progress.stage("sensitivity", total=len(packs) * len(names), unit="trials") as count:
         return measure_sensitivity(
-            module,
+            torch_model(resolved.source, prepared.model_map, prepared.weights),
             prepared.model_map,
-            units,
+            packs,
             names,
-            tokens,
-            fit=job.recipe.fit,
-            evidence=prepared.evidence,
+            tokens_NT,
+            fit=recipe.fit,
+            evidence=prepared.statistics,
             cache=cache,
             key=key,
             progress=count,
@@ -164,72 +215,71 @@ def sensitivities(
 
 
 def searched_formats(recipe: Recipe) -> tuple[str, ...]:
-    """The formats that every unit is tried in; the recipe's own scheme is one of them."""
+    """The formats that every pack is tried in; the recipe's own scheme is one of them."""
     return tuple(dict.fromkeys([*([] if recipe.scheme == AUTO else [recipe.scheme]), *SEARCHED]))
 
 
-def identity_of(job: Job) -> str:
-    """What tells these weights from others, without reading them: files, sizes and times."""
-    folder = job.source.folder
+def _identity(resolved: Resolved) -> str:
+    """Names, sizes and times of the weight files: identifies weights without reading them."""
+    folder = resolved.source.folder
     if folder is None:
-        return f"{job.source.name} {job.recipe.seed}"
+        return f"{resolved.source.name} {resolved.recipe.seed}"
     files = sorted(folder.glob("*.safetensors"))
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{folder.resolve()} {stats}"
 
 
 def _priced(unit: UnitOptions, pack: Pack, times: Times, *, by_time: bool) -> UnitOptions:
-    """The same with bytes, microseconds a token, and the one of them that is to be made least."""
+    """The options with bytes, microseconds a token, and the one of the two that is minimized as cost."""
     options = []
     for choice in unit.options:
-        size, time = bytes_of(pack, choice.format), times(pack, choice.format)
+        size, time = pack_bytes(pack, choice.format), times(pack, choice.format)
         options.append(replace(choice, cost=time if by_time else size, num_bytes=size, microseconds=time))
     return replace(unit, options=tuple(options))
 
 
-def bytes_of(pack: Pack, name: str) -> float:
-    """What a unit takes in a format."""
+def pack_bytes(pack: Pack, name: str) -> float:
+    """Bytes of a pack in a format."""
     rows, columns = pack.out_features, pack.in_features
     if name == FLOAT:
         return 4.0 * rows * columns
     return float(format_named(name, pack).grid.num_bytes(rows, columns))
 
 
-def loss_on(reference: Logits, quantized: Logits, windows_BT: NDArray[np.int64]) -> Loss:
-    """What a model loses on windows that are each read from their beginning."""
-    length = windows_BT.shape[1]
-    found = measure_accuracy(
+def loss_on(reference: Logits, quantized: Logits, windows_NT: Tokens) -> Loss:
+    """The loss of a model on windows that are each read from their beginning."""
+    length = windows_NT.shape[1]
+    accuracy = measure_accuracy(
         reference=reference,
         quantized=quantized,
-        token_ids=windows_BT.reshape(-1),
+        token_ids=windows_NT.reshape(-1),
         window=length,
         stride=length,
         text="calibration text",
     )
-    return loss_of(found)
+    return loss_of(accuracy)
 
 
-def loss_of(found: Accuracy) -> Loss:
-    """What a budget is held against."""
+def loss_of(accuracy: Accuracy) -> Loss:
+    """The part of an accuracy that a budget limits."""
     return Loss(
-        ppl_increase=found.increase,
-        kl_divergence=found.kl_divergence,
-        top1_agreement=found.top1_agreement,
+        ppl_increase=accuracy.increase,
+        kl_divergence=accuracy.kl_divergence,
+        top1_agreement=accuracy.top1_agreement,
     )
 
 
-def _remembering(
-    original: Logits, folder: Path, windows_BT: NDArray[np.int64], model_map: ModelMap
-) -> Logits:
-    """The original's logits from disk after the first time, where they are not too many."""
-    if 4 * windows_BT.size * (model_map.vocab_size or 0) > REMEMBERED_BYTES:
+def _on_disk(original: Logits, folder: Path, windows_NT: Tokens, model_map: ModelMap) -> Logits:
+    """The original's logits, from disk after the first time, where they fit there."""
+    if 4 * windows_NT.size * (model_map.vocab_size or 0) > REMEMBERED_BYTES:
         return original
     folder.mkdir(parents=True, exist_ok=True)
 
-    def logits(ids: NDArray[np.int64]) -> Any:
+    def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
         path = folder / f"{hashlib.sha256(ids.tobytes()).hexdigest()[:24]}.npy"
         if not path.exists():
             np.save(path, original(ids))
-        return np.load(path)
+        stored: NDArray[np.float32] = np.load(path)
+        return stored
 
     return logits

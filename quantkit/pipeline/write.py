@@ -1,48 +1,176 @@
-"""A prepared model rounded and exported: once as the recipe says, or as a search for a budget decides.
-
-A search proposes, the artifact is written, and text that no search saw gives the verdict; where it fails, the
-search goes on with less to spend, until a model holds or no more may be measured.
-"""
+"""A prepared model rounded and exported: the one way in which a recipe or a search becomes a file."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.errors import InputError
-from quantkit.evaluation.measure import Subject, accuracy_of
 from quantkit.evaluation.measurements import Accuracy
-from quantkit.pipeline.caching import quantize_cache
-from quantkit.pipeline.prepare import Job, Prepared, planned
-from quantkit.pipeline.resolve import Opened
-from quantkit.pipeline.rounding import export_options, round_and_export
-from quantkit.pipeline.search import loss_of, seek
+from quantkit.export.fused.int8_cache import CACHE_FORMATS, CachePeaks, rewrite, widen
+from quantkit.model.inspect import inspect_source
+from quantkit.model.load import open_source
+from quantkit.model.weights.open import open_weights, with_weights
+from quantkit.pipeline.calibration_text import calibration_windows
+from quantkit.pipeline.export import ExportJob, Exported, export_dynamic, export_float, write_companions
+from quantkit.pipeline.export_static import export_static
+from quantkit.pipeline.prepare import Prepared
+from quantkit.pipeline.resolve import Resolved, plan_of
+from quantkit.pipeline.static_recipe import window_length
+from quantkit.plan.formats import DEFAULT_SCHEMES
 from quantkit.plan.plan import Plan
+from quantkit.plan.select import choose
+from quantkit.plan.targets import TARGETS
 from quantkit.quantization.layout import Contents
-from quantkit.quantization.rounding import PLAIN
 from quantkit.quantization.rounding.errors import LayerLoss, Sums
-from quantkit.quantization.search import Loss, SearchResult
-from quantkit.recipe import Budget, Recipe, override
+from quantkit.quantization.search import SearchResult
+from quantkit.recipe import Recipe, override
+from quantkit.runtime.session import cached_values, open_decoder
 
-MARGIN = 0.9  # of what a failed verdict leaves to spend
+CACHE_WINDOWS = 8  # of calibration text; cache ranges settle soon, as every position counts
+Layers = Mapping[str, str]  # pattern -> a scheme of its own, or "float"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """Files that run, and the recipe that makes them again."""
+
+    prepared: Prepared
+    recipe: Recipe
+    plan: Plan
+    exported: Exported
+    search: SearchResult | None = None
+    accuracy: Accuracy | None = None  # of a search's verdict, on the text of the final measurement
+
+
+def write(prepared: Prepared, folder: Path, layers: Layers, *, keeps_checkpoint: bool = False) -> Written:
+    """Round and export with progress, then quantize the KV cache as the recipe says."""
+    resolved = prepared.resolved
+    num_weights = sum(layer.num_weights for layer in prepared.model_map.at_inference.layers)
+    with resolved.progress.stage("quantize and export", total=num_weights, unit="weights") as count:
+        job = export_job(prepared, layers, keeps_checkpoint=keeps_checkpoint)
+        exported = export(job, folder, count=count)
+    quantize_cache(resolved, prepared, exported)
+    recipe = override(resolved.recipe, {"layers": dict(layers)})
+    return Written(prepared=prepared, recipe=recipe, plan=job.plan, exported=exported)
+
+
+def export(job: ExportJob, folder: Path, *, count: Callable[[int], None] = lambda _: None) -> Exported:
+    return (export_static if job.profile.is_static else export_dynamic)(job, folder, count=count)
+
+
+def export_job(prepared: Prepared, layers: Layers, *, keeps_checkpoint: bool = False) -> ExportJob:
+    """The export of a prepared model, with schemes of their own for some projections."""
+    resolved, recipe = prepared.resolved, prepared.resolved.recipe
+    job = ExportJob(
+        model_map=prepared.model_map,
+        plan=prepared.plan if layers == recipe.layers else plan_of(recipe, prepared.model_map, layers),
+        weights=prepared.weights,
+        scheme=recipe.scheme,
+        target=recipe.target,
+        fit=recipe.fit,
+        layers=layers,
+        adds_biases=recipe.bias_correction,
+        statistics=prepared.statistics,
+        original=None if recipe.random_weights else resolved.source.folder,
+        single_file_bytes=recipe.single_file_mb << 20,
+        keeps_checkpoint=keeps_checkpoint,
+        static=recipe.static,
+    )
+    if not TARGETS[recipe.target].is_static:
+        return job
+    if layers:
+        raise InputError("a static graph has one scheme", where=f"--target {recipe.target}")
+    length = window_length(recipe, resolved.kind)
+    number = -(-recipe.calibration.windows * recipe.calibration.length // length)
+    windows_NT = calibration_windows(
+        recipe, resolved.source, prepared.model_map, windows=number, length=length
+    )
+    return replace(job, windows_NT=windows_NT)
+
+
+def write_float(
+    resolved: Resolved, folder: Path, *, count: Callable[[int], None] = lambda _: None
+) -> Exported:
+    """The original model as the same graph in float32."""
+    job = ExportJob(
+        model_map=resolved.model_map,
+        plan=resolved.plan,
+        weights=resolved.weights,
+        scheme=resolved.recipe.scheme,
+        original=None if resolved.recipe.random_weights else resolved.source.folder,
+        single_file_bytes=resolved.recipe.single_file_mb << 20,
+    )
+    return export_float(job, folder, count=count)
+
+
+def write_float_model(model: str, folder: Path, *, random_weights: bool = False) -> None:
+    """The original as a fused float32 graph with its tokenizer, to be run like an artifact."""
+    source = with_weights(open_source(model), random_weights=random_weights)
+    model_map = inspect_source(source)
+    job = ExportJob(
+        model_map=model_map,
+        plan=choose(model_map),
+        weights=open_weights(source, model_map, random_weights=random_weights),
+        scheme=DEFAULT_SCHEMES["decoder"],
+        original=None if random_weights else source.folder,
+    )
+    export_float(job, folder)
+    write_companions(source, model_map, folder)
+
+
+def quantize_cache(resolved: Resolved, prepared: Prepared, exported: Exported) -> None:
+    """Rewrite the exported graph with an integer KV cache, if the recipe says so.
+
+    The ranges are those of the keys and values that the exported graph itself computes on calibration text,
+    so rounding of weights and inputs is included.
+    """
+    name, model_map = resolved.recipe.cache, prepared.model_map
+    if CACHE_FORMATS[name].bits is None:
+        return
+    if exported.kind != "decoder":
+        raise InputError(
+            f"its cache is not one that can be {name}",
+            where=model_map.name,
+            allowed="a decoder that is written as a fused graph",
+            next_step="leave --cache out",
+        )
+    windows_NT = calibration_windows(resolved.recipe, resolved.source, model_map)[:CACHE_WINDOWS]
+    peaks: dict[str, CachePeaks] = {}
+    decoder = open_decoder(exported.folder)
+    with resolved.progress.stage(
+        "ranges of the cache", total=int(windows_NT.size), unit="tokens"
+    ) as count:
+        for window_T in windows_NT:
+            values = cached_values(decoder, window_T[None])
+            for number, block in enumerate(model_map.blocks):
+                peaks[block.name] = widen(
+                    peaks.get(block.name),
+                    values[2 * number],
+                    values[2 * number + 1],
+                    where=block.name,
+                    rotary_dim=block.attentions[0].rotary_dim,
+                )
+            count(window_T.size)
+    del decoder
+    rewrite(exported.paths[0], [peaks[block.name] for block in model_map.blocks], cache_format=name)
 
 
 def layer_losses(
     contents: Contents, losses: Mapping[str, Sums], search: SearchResult | None
 ) -> tuple[LayerLoss, ...]:
-    """What rounding took from each product, in the order of the model."""
-    tables = {unit.name: unit for unit in search.units} if search else {}
+    """The rounding error of each pack, in the order of the model; with a search, its KL divergence too."""
+    units = {unit.name: unit for unit in search.units} if search else {}
     chosen = dict(search.chosen.choices) if search else {}
-    found = []
+    layer_losses = []
     for pack in contents.packs:
         if pack.name not in losses or pack.format is None:
             continue
-        sums, unit = losses[pack.name], tables.get(pack.name)
-        alone = [each.loss for each in unit.options if each.format == chosen.get(unit.name)] if unit else []
-        grid = pack.format.grid
-        found.append(
+        sums, unit, grid = losses[pack.name], units.get(pack.name), pack.format.grid
+        options = unit.options if unit else ()
+        alone = [option.loss for option in options if option.format == chosen.get(pack.name)]
+        layer_losses.append(
             LayerLoss(
                 name=pack.name,
                 layers=tuple(layer.name for layer in pack.layers),
@@ -55,89 +183,4 @@ def layer_losses(
                 kl_divergence=alone[0] if alone else None,
             )
         )
-    return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """A file that runs, and all that led to it."""
-
-    subject: Subject
-    plan: Plan
-    losses: Mapping[str, Sums]
-    search: SearchResult | None = None
-    accuracy: Accuracy | None = None  # of the verdict: the same text, so it is not measured again
-
-    @property
-    def recipe(self) -> Recipe:
-        """What makes this file again."""
-        return self.subject.recipe
-
-
-def write(
-    job: Job,
-    prepared: Prepared,
-    opened: Opened,
-    partial: Path,
-    layers: Mapping[str, str],
-    *,
-    keeps_checkpoint: bool,
-) -> Written:
-    """Round and export; `layers` are the schemes of their own that projections have."""
-    losses: dict[str, Sums] = {}
-    num_weights = sum(layer.num_weights for layer in prepared.model_map.at_inference.layers)
-    with job.progress.stage("quantize and export", total=num_weights, unit="weights") as count:
-        exported = round_and_export(
-            job, prepared, layers, partial, keeps_checkpoint=keeps_checkpoint, losses=losses, count=count
-        )
-    quantize_cache(job, prepared.model_map, exported)
-    recipe = override(job.recipe, {"layers": dict(layers)})
-    subject = Subject(
-        exported=exported,
-        model_map=opened.model_map,
-        source=opened.source,
-        weights=opened.weights,
-        recipe=recipe,
-        options={**export_options(job), "fit": PLAIN},
-    )
-    return Written(subject=subject, plan=planned(recipe, prepared.model_map), losses=losses)
-
-
-def write_within_budget(
-    job: Job, prepared: Prepared, opened: Opened, partial: Path, *, keeps_checkpoint: bool
-) -> Written:
-    """Search, write what was found, and let text that the search never saw decide; if it fails, go back."""
-    trials = partial / ".trials"
-    seeker = seek(job, prepared, opened.plan, trials)
-    budget, tightened, verdicts = seeker.search.budget, 1.0, list[Loss]()
-    while True:
-        candidate = seeker.propose(tightened=tightened)
-        layers = {**job.recipe.layers, **seeker.formats_of(candidate)}
-        written = write(job, prepared, opened, partial, layers, keeps_checkpoint=keeps_checkpoint)
-        found = _verdict(written.subject, job)
-        verdicts.append(loss_of(found))
-        share, promised = budget.share(verdicts[-1]), budget.share(candidate.loss)
-        is_last = promised > tightened or seeker.left <= len(verdicts)
-        if share <= 1 or is_last:
-            break
-        tightened = min(tightened, promised) / share * MARGIN
-    shutil.rmtree(trials, ignore_errors=True)
-    decided = {"budget": Budget().model_dump(), "calibration.leave_out": seeker.left_out}
-    return replace(
-        written,
-        search=seeker.result(candidate, verdicts),
-        subject=replace(written.subject, recipe=override(written.recipe, decided)),
-        accuracy=found,
-    )
-
-
-def _verdict(subject: Subject, job: Job) -> Accuracy:
-    """On the text of the final measurement, which no search saw."""
-    found = accuracy_of(subject, progress=job.progress)
-    if found is None:
-        raise InputError(
-            "no accuracy can be measured, so no budget can be held",
-            where=subject.model_map.name,
-            next_step="a tokenizer beside the weights, or --text, is what is missing",
-        )
-    return found
+    return tuple(layer_losses)

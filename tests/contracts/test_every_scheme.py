@@ -10,7 +10,7 @@ import torch
 from exporting import build_tiny, error, export, observe
 
 from quantkit.model.model_map import Role
-from quantkit.pipeline.export import planned_bytes
+from quantkit.quantization.layout import planned_bytes
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.targets import TARGETS
 from quantkit.quantization.checkpoint import open_checkpoint
@@ -43,7 +43,7 @@ def exported(original, tmp_path_factory):
     made, evidence = {}, observe(original[2], IDS)
     for name in SCHEMES:
         folder = tmp_path_factory.mktemp(name)
-        made[name] = (folder, export(original[0], folder, scheme=name, evidence=evidence))
+        made[name] = (folder, export(original[0], folder, scheme=name, statistics=evidence))
     return made
 
 

@@ -56,7 +56,7 @@ def exported(originals, tmp_path_factory):
         if (target, name) not in made:
             folder = tmp_path_factory.mktemp(f"{target}-{name}")
             scheme = scheme_for(target, name)
-            result = export(originals[name][0], folder, scheme=scheme, target_name=target)
+            result = export(originals[name][0], folder, scheme=scheme, target=target)
             made[target, name] = (folder, result)
         return made[target, name]
 

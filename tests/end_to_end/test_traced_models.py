@@ -14,7 +14,7 @@ import transformers
 from exporting import build_tiny
 from test_quantize import quantkit as run_quantkit
 
-from quantkit.evaluation.measure import read_text
+from quantkit.evaluation.text import read_text
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families.decoders import FAMILIES
 from quantkit.recipe import Measure

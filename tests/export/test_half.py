@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 
 from quantkit.errors import InputError
 from quantkit.export.half import to_half
-from quantkit.pipeline.export import write_reference
+from quantkit.pipeline.export import ExportJob, export_float
 from quantkit.plan.targets import TARGETS
 
 GPT2 = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
@@ -71,7 +71,7 @@ def run(folder, ids=IDS, past=None):
 def test_it_computes_what_the_float32_graph_computes(name, scheme, originals, tmp_path):
     wide, half = tmp_path / "wide", tmp_path / "half"
     export(originals[name], wide, scheme=scheme)
-    export(originals[name], half, scheme=scheme, target_name="gpu")
+    export(originals[name], half, scheme=scheme, target="gpu")
     _round_no_input(wide / "model.onnx")
     wanted, made = run(wide), run(half)
     assert set(made) == set(wanted)
@@ -94,7 +94,7 @@ def _round_no_input(path):
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_token_by_token_it_says_what_it_says_at_once(name, originals, tmp_path):
-    export(originals[name], tmp_path, scheme="int8_block32", target_name="gpu")
+    export(originals[name], tmp_path, scheme="int8_block32", target="gpu")
     whole = run(tmp_path)
     first = IDS.shape[1] - STEPS
     state = run(tmp_path, IDS[:, :first])
@@ -109,7 +109,7 @@ def test_token_by_token_it_says_what_it_says_at_once(name, originals, tmp_path):
 
 @pytest.mark.once
 def test_nothing_but_the_outputs_is_float32(originals, tmp_path):
-    export(originals["GPT2LMHeadModel"], tmp_path, scheme="int8_block32", target_name="gpu")
+    export(originals["GPT2LMHeadModel"], tmp_path, scheme="int8_block32", target="gpu")
     model = onnx.load(tmp_path / "model.onnx")
     assert {tensor.data_type for tensor in model.graph.initializer} == {
         TensorProto.FLOAT16,
@@ -133,8 +133,8 @@ def test_nothing_but_the_outputs_is_float32(originals, tmp_path):
 @pytest.mark.once
 def test_weights_beside_the_graph_are_halved_in_it(originals, tmp_path):
     inside, beside = tmp_path / "inside", tmp_path / "beside"
-    export(originals["GPT2LMHeadModel"], inside, target_name="gpu", min_dim=100)
-    export(originals["GPT2LMHeadModel"], beside, target_name="gpu", min_dim=100, single_file_bytes=0)
+    export(originals["GPT2LMHeadModel"], inside, target="gpu", min_dim=100)
+    export(originals["GPT2LMHeadModel"], beside, target="gpu", min_dim=100, single_file_bytes=0)
     model = onnx.load(beside / "model.onnx", load_external_data=False)
     outside = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
     assert outside
@@ -164,7 +164,7 @@ def test_what_float16_cannot_hold_is_refused(originals, tmp_path):
 @pytest.mark.once
 def test_products_that_no_gpu_has_are_named(originals, tmp_path):
     with pytest.raises(InputError, match=r"DynamicQuantizeMatMul \(node 'transformer\.h\.0\.attn\.c_attn"):
-        export(originals["GPT2LMHeadModel"], tmp_path, scheme="int8_channel", target_name="gpu")
+        export(originals["GPT2LMHeadModel"], tmp_path, scheme="int8_channel", target="gpu")
 
 
 @pytest.mark.once
@@ -172,12 +172,16 @@ def test_the_reference_stays_in_float32(originals, tmp_path):
     from quantkit.model.inspect import inspect
     from quantkit.model.load import open_source
     from quantkit.model.weights.open import open_weights
+    from quantkit.plan.select import choose
 
     folder = str(originals["GPT2LMHeadModel"])
     model_map = inspect(folder)
     weights = open_weights(open_source(folder), model_map, random_weights=False)
-    options = {"scheme_name": "int8_block32", "fit": "rtn", "single_file_bytes": 1 << 30}
-    write_reference(model_map, weights, tmp_path, target_name="gpu", **options)
+    plan = choose(model_map, min_dim=1)
+    job = ExportJob(
+        model_map=model_map, plan=plan, weights=weights, scheme="int8_block32", target="gpu"
+    )
+    export_float(job, tmp_path)
     types = {tensor.data_type for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
     assert TensorProto.FLOAT16 not in types
     assert TARGETS["gpu"].is_half

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from exporting import NOTHING, build_tiny, error
+from exporting import NOTHING, build_tiny, error, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from quantkit.errors import InputError
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import write_model
 from quantkit.pipeline.ffn_units import bits_lost, ffn_units, observe_units, verdict
 from quantkit.plan.select import choose
 from quantkit.quantization.transforms.prune import dead_units, prune_dead
@@ -169,13 +168,7 @@ def test_pruning_what_is_proved_changes_nothing(name, tmp_path):
                         linear.bias = torch.nn.Parameter(torch.from_numpy(cut.read(f"{path}.bias")).double())
         assert error(double(ids).logits.numpy(), wanted.numpy()).relative < 1e-14
     (tmp_path / "out").mkdir()
-    options = {
-        "scheme_name": "int8_block32",
-        "fit": "rtn",
-        "target_name": "cpu",
-        "single_file_bytes": 1 << 20,
-    }
-    write_model(pruned, choose(pruned, min_dim=NOTHING), cut, tmp_path / "out", **options)
+    write_model(pruned, choose(pruned, min_dim=NOTHING), cut, tmp_path / "out", scheme="int8_block32")
     made = all_logits(open_decoder(tmp_path / "out", threads=1), TOKENS[:, :12])
     assert error(made, wanted.numpy()).relative < 1e-5
 

@@ -18,7 +18,7 @@ from exporting import build_tiny
 from quantkit.cli.requests_protect import protect
 from quantkit.errors import InputError
 from quantkit.model.families.decoders import FAMILIES
-from quantkit.pipeline.quantize import run as quantize
+from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import check_recipe
 
 pytestmark = pytest.mark.once
@@ -52,7 +52,7 @@ def place(tmp_path_factory):
     said = run("protect", "demo", "--key", folder / "my.key", "-o", folder / "out", *options)
     recipe = {"model": "demo", "scheme": "int8_channel", "select": {"min_dim": 1}}
     recipe["measure"] = {"accuracy": False, "latency": False, "memory": False}
-    quantize(check_recipe(recipe, where="test"), output=folder / "whole", quiet=True)
+    quantize(recipe=check_recipe(recipe, where="test"), output=folder / "whole")
     (folder / "said.txt").write_text(said, encoding="utf-8")
     return folder
 

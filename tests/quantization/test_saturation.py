@@ -107,7 +107,7 @@ def exported(tmp_path_factory):
     made = {}
     for target, scheme in (("cpu", "int8_channel"), ("cpu-avx2", "int8_channel"), ("cpu", "int8_block32")):
         made[target, scheme] = tmp_path_factory.mktemp(f"{target}-{scheme}")
-        export(folder, made[target, scheme], scheme=scheme, target_name=target)
+        export(folder, made[target, scheme], scheme=scheme, target=target)
     made["float"] = tmp_path_factory.mktemp("float")
     export(folder, made["float"], min_dim=1 << 40)
     return made

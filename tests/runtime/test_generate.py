@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from quantkit.errors import InputError
-from quantkit.pipeline.quantize import run
+from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import Recipe
 from quantkit.runtime.generate import Sampling, check_sampling, choose_tokens, generate, probabilities
 from quantkit.runtime.session import all_logits, open_decoder
@@ -133,7 +133,7 @@ def demo(tmp_path_factory):
     """(decoder, tokenizer) of the embedded model, quantized once."""
     off = dict.fromkeys(("accuracy", "latency", "memory"), False)
     folder = tmp_path_factory.mktemp("generate") / "demo"
-    run(Recipe(model="demo", measure=off), output=folder, quiet=True)
+    quantize(recipe=Recipe(model="demo", measure=off), output=folder)
     return open_decoder(folder, threads=1), open_text(folder)
 
 

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from exporting import NOTHING, build_tiny, error
+from exporting import NOTHING, build_tiny, error, write_model
 
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
@@ -18,7 +18,7 @@ from quantkit.model.architectures.latents import keep_latents
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import WEIGHTS_FILE, write_companions, write_model
+from quantkit.pipeline.export import WEIGHTS_FILE, write_companions
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 from quantkit.quantization.checkpoint import open_checkpoint
@@ -56,9 +56,8 @@ def export(folder, out, *, scheme="int8_block32", min_dim=1, keeps=True, **optio
     weights = open_weights(source, model_map, random_weights=False)
     if keeps:
         model_map = keep_latents(model_map, weights)
-    settings = {"fit": "rtn", "target_name": "cpu", "single_file_bytes": 64 << 20, "keeps_checkpoint": True}
     plan = choose(model_map, min_dim=min_dim)
-    exported = write_model(model_map, plan, weights, out, scheme_name=scheme, **{**settings, **options})
+    exported = write_model(model_map, plan, weights, out, scheme=scheme, **{"keeps_checkpoint": True, **options})
     write_companions(source, model_map, out)
     return model_map, plan, exported
 

@@ -17,7 +17,7 @@ from quantkit.export.static.qdq import Bits
 from quantkit.export.static.value_grid import ValueGrid
 from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect
-from quantkit.pipeline.export_static import settle
+from quantkit.pipeline.static_recipe import settle_static
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.static_decoder import (
     generate_static,
@@ -213,9 +213,8 @@ def test_a_bias_beside_weights_of_nearly_nothing_is_kept(scheme, size, tmp_path)
 def test_sizes_that_nobody_typed_fit_the_model(name, asked, tmp_path):
     build_tiny(FAMILIES[name].tiny_class, FAMILIES[name].tiny).save_pretrained(tmp_path)
     model_map = inspect(str(tmp_path))
-    made = settle(
-        override(Recipe(target="npu"), {f"static.{key}": size for key, size in asked.items()}), model_map
-    )
+    recipe = override(Recipe(target="npu"), {f"static.{key}": size for key, size in asked.items()})
+    made = settle_static(recipe, model_map, "decoder")
     assert made.scheme == "int8_static16"
     sizes = made.static.model_dump()
     assert {**sizes, **asked} == sizes

@@ -27,7 +27,7 @@ from quantkit.export.static.ranges import showing_ranges
 from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.pipeline.export_static import encoder_texts
-from quantkit.pipeline.quantize import run as quantize_whole
+from quantkit.pipeline.quantize import quantize as quantize_whole
 from quantkit.plan.targets import Target
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.encoder import encode, encoder_of
@@ -306,7 +306,7 @@ def test_the_whole_pipeline(class_name, tmp_path):
     wanted = {"model": str(tmp_path / "model"), "target": "npu", "static.prompt": LENGTH, "fit": "rtn"}
     wanted |= {"select.min_dim": 1, "measure.latency": False, "measure.memory": False}
     recipe = override(Recipe(), {**wanted, "measure.max_tokens": 480, "calibration.windows": 16})
-    report = quantize_whole(recipe, output=tmp_path / "out", quiet=True).report
+    report = quantize_whole(recipe=recipe, output=tmp_path / "out").report
     assert report.scheme == "int8_static16"
     assert report.similarity is not None
     assert report.similarity.window == LENGTH
@@ -319,7 +319,7 @@ def test_the_whole_pipeline(class_name, tmp_path):
     with pytest.raises(InputError, match="quantkit package"):
         open_generator(tmp_path / "out")
     with pytest.raises(InputError, match="keeps no cache"):
-        quantize_whole(override(recipe, {"static.cache": 30}), output=tmp_path / "other", quiet=True)
+        quantize_whole(recipe=override(recipe, {"static.cache": 30}), output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

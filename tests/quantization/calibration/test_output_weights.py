@@ -15,7 +15,7 @@ from quantkit.model.model_map import Role
 from quantkit.model.weights.open import with_weights
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.prepare import discard, prepare
-from quantkit.pipeline.resolve import job_of, open_model
+from quantkit.pipeline.resolve import resolve
 from quantkit.plan.formats import Grid
 from quantkit.progress import Progress
 from quantkit.quantization.calibration import NotPlainError
@@ -60,13 +60,13 @@ def _last(opened):
     return [layer for layer in opened.model_map.layers if layer.role is Role.FFN_DOWN][-1]
 
 
-def divergence(job, prepared, evidence, tokens_BT):
+def divergence(prepared, evidence, tokens_BT):
     """KL of the next token when every projection is fitted with what was seen."""
-    module = torch_model(job.source, prepared.model_map, prepared.weights)
+    module = torch_model(prepared.resolved.source, prepared.model_map, prepared.weights)
     with torch.no_grad():
         reference = module(input_ids=tokens_BT).logits.double().log_softmax(-1)
         for layer in prepared.model_map.layers:
-            if layer.name in job.planned:
+            if layer.name in prepared.planned:
                 seen, rows = evidence(layer), rows_of(layer.rows)
                 fitting = fitting_for(QUANTIZERS["gptq"], GRID, seen)
                 target_OI = weight_OI(module.get_submodule(layer.matrix), layer.stored_as)
@@ -81,19 +81,18 @@ def divergence(job, prepared, evidence, tokens_BT):
 def test_predictions_on_unseen_text_gain(tmp_path):
     settings = {"model": "demo", "scheme": "int4_block32", "transforms": [], **FEW, **LAST}
     progress = Progress(quiet=True)
-    opened = open_model(override(Recipe(), settings), progress)
-    job = job_of(opened, progress, folder=tmp_path)
-    prepared = prepare(job, opened.model_map, opened.weights)
+    opened = resolve(override(Recipe(), settings), progress, statistics=tmp_path)
+    prepared = prepare(opened)
     text = (resources.files("quantkit") / "assets" / "demo" / "evaluation.txt").read_text(encoding="utf-8")
-    ids = open_text(job.source.folder).encode(text[:20_000])
+    ids = open_text(opened.source.folder).encode(text[:20_000])
     tokens_BT = torch.tensor(ids[:1536]).reshape(6, 256)
 
     def one_sided(layer):
-        return replace(prepared.evidence(layer), gradient_OO=None)
+        return replace(prepared.statistics(layer), gradient_OO=None)
 
-    plain = divergence(job, prepared, one_sided, tokens_BT)
-    found = divergence(job, prepared, prepared.evidence, tokens_BT)
-    assert prepared.evidence(_last(opened)).num_gradients == 4 * 256
+    plain = divergence(prepared, one_sided, tokens_BT)
+    found = divergence(prepared, prepared.statistics, tokens_BT)
+    assert prepared.statistics(_last(opened)).num_gradients == 4 * 256
     assert 0 < found < 0.75 * plain
     assert discard(prepared) is None
     assert {each.name for each in tmp_path.iterdir()} == {"0-fit", "0-gradients"}, "asked to be kept"
@@ -109,9 +108,9 @@ def test_a_model_that_is_no_chain_is_fitted_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr("quantkit.quantization.calibration.output_weights.collect_gradients", refusing)
     settings = {"model": "demo", "scheme": "int4_block32", "transforms": [], **FEW, **LAST}
     progress = Progress(quiet=True)
-    opened = open_model(override(Recipe(), settings), progress)
-    prepared = prepare(job_of(opened, progress, folder=tmp_path), opened.model_map, opened.weights)
+    opened = resolve(override(Recipe(), settings), progress, statistics=tmp_path)
+    prepared = prepare(opened)
     assert prepared.notes[-1] == "GPTQ weighs all outputs the same: block 'x' runs more than once"
-    seen = prepared.evidence(_last(opened))
+    seen = prepared.statistics(_last(opened))
     assert seen.second_moment_II is not None
     assert seen.gradient_OO is None

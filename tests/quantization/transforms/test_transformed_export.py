@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from exporting import NOTHING, build_tiny, error
+from exporting import NOTHING, build_tiny, error, write_model
 
 from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import write_companions, write_model
+from quantkit.pipeline.export import write_companions
 from quantkit.plan.select import choose
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.runtime.session import all_logits, open_decoder
@@ -43,8 +43,7 @@ def test_the_float_graph_of_a_changed_model_is_the_model(family, chain, tmp_path
     out = tmp_path / "out"
     out.mkdir()
     plan = choose(model_map, min_dim=NOTHING)
-    settings = {"scheme_name": "int8_block32", "fit": "rtn", "target_name": "cpu"}
-    write_model(model_map, plan, tensors, out, single_file_bytes=64 << 20, **settings)
+    write_model(model_map, plan, tensors, out, scheme="int8_block32")
     write_companions(source, model_map, out)
     made = all_logits(open_decoder(out, threads=1), IDS)
     with torch.inference_mode():
@@ -64,9 +63,8 @@ def test_a_rotated_model_is_quantized_as_planned(family, tmp_path):
     model_map, tensors = TRANSFORMS["hadamard"].apply(model_map, tensors, unties_head=True)
     out = tmp_path / "out"
     out.mkdir()
-    settings = {"scheme_name": "int8_block32", "fit": "rtn", "target_name": "cpu"}
     plan = choose(model_map, min_dim=1)
-    exported = write_model(model_map, plan, tensors, out, single_file_bytes=64 << 20, **settings)
+    exported = write_model(model_map, plan, tensors, out, scheme="int8_block32")
     assert set(exported.placement.projections) == {layer.name for layer in model_map.layers}
     write_companions(source, model_map, out)
     made = all_logits(open_decoder(out, threads=1), IDS)

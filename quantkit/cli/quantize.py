@@ -1,13 +1,28 @@
-"""`quantkit quantize`: the whole job."""
+"""`quantkit quantize`: the main job."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quantkit.cli.app import AsJson, Exclude, Include, MinDim, RecipeFile, TrustRemoteCode, app, finish
+from quantkit.cli.app import (
+    AsJson,
+    Exclude,
+    Include,
+    MinDim,
+    RecipeFile,
+    TrustRemoteCode,
+    app,
+    finish,
+    parse_size,
+    parse_transforms,
+)
+from quantkit.errors import InputError
 
 
 @app.command()
@@ -20,7 +35,7 @@ def quantize(
     exclude: Exclude = None,
     recipe: RecipeFile = None,
     scheme: Annotated[
-        str | None, typer.Option(help="how weights become integers  [default: by kind of model]")
+        str | None, typer.Option(help="weight grid and activation format  [default: by kind of model]")
     ] = None,
     fit: Annotated[
         str | None, typer.Option(help="rtn, mse, output or gptq  [default: rtn at 8 bits, gptq below]")
@@ -36,7 +51,7 @@ def quantize(
         bool, typer.Option("--untie-head", help="let a transform store a tied head apart from its table")
     ] = False,
     bias_correction: Annotated[
-        bool, typer.Option("--bias-correction", help="let biases make up for a shifted mean output")
+        bool, typer.Option("--bias-correction", help="correct the mean output of each layer by its bias")
     ] = False,
     calibration_text: Annotated[
         Path | None, typer.Option(help="a text file, or token ids in .npy  [default: bundled]")
@@ -60,7 +75,7 @@ def quantize(
         Path | None, typer.Option(help="keep calibration statistics in this folder, and use them again")
     ] = None,
     resumes: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="go on with what an interrupted run has left")
+        bool, typer.Option("--resume/--no-resume", help="continue an interrupted run")
     ] = True,
     target: Annotated[
         str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu, npu  [default: cpu]")
@@ -93,45 +108,87 @@ def quantize(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize, export, check and measure: the whole job, ending in a table and a report."""
-    from quantkit.cli import requests
+    """Quantize, export, check and measure a model; ends in a table and a report."""
+    from quantkit.pipeline.quantize import quantize as quantize_model
+    from quantkit.report.document import holds_budget, report_json
+    from quantkit.report.quantization import quantization_page
+    from quantkit.report.tables import print_page
 
-    printed, holds = requests.quantize(
-        model=model,
-        recipe_path=recipe,
-        changes={
-            "select.min_dim": min_dim,
-            "select.include": include,
-            "select.exclude": exclude,
-            "scheme": scheme,
-            "fit": fit,
-            "transforms": transform,
-            "unties_head": unties_head or None,
-            "bias_correction": bias_correction or None,
-            "calibration.text": str(calibration_text) if calibration_text else None,
-            "calibration.windows": calibration_windows,
-            "calibration.length": calibration_length,
-            "cache": cache,
-            "keep_latent": keep_latent or None,
-            "budget.max_kl": max_kl,
-            "budget.prefer": prefer,
-            "target": target,
-            "static.prompt": prompt_length,
-            "static.cache": cache_length,
-            "random_weights": random_weights or None,
-            "measure.text": str(text) if text else None,
-            "measure.max_tokens": max_tokens,
-            "measure.threads": threads,
-        },
-        layers=layer,
-        max_ppl_increase=max_ppl_increase,
-        statistics=statistics,
-        resumes=resumes,
+    artifact = quantize_model(
+        model,
+        recipe=recipe,
         output=output,
         force=force,
-        measures=measures,
-        keeps_checkpoint=keep_checkpoint,
+        keep_checkpoint=keep_checkpoint,
         trust_remote_code=trust_remote_code,
-        as_json=as_json,
+        statistics=statistics,
+        resume=resumes,
+        quiet=False,
+        min_dim=parse_size(min_dim),  # type: ignore[arg-type]
+        include=include,
+        exclude=exclude,
+        scheme=scheme,
+        fit=fit,
+        layers=parse_layers(layer),
+        transforms=parse_transforms(transform),
+        unties_head=unties_head or None,
+        bias_correction=bias_correction or None,
+        calibration_text=str(calibration_text) if calibration_text else None,
+        calibration_windows=calibration_windows,
+        calibration_length=calibration_length,
+        max_ppl_increase=parse_share(max_ppl_increase),
+        max_kl=max_kl,
+        prefer=prefer,
+        cache=cache,
+        keep_latent=keep_latent or None,
+        target=target,
+        prompt_length=prompt_length,
+        cache_length=cache_length,
+        random_weights=random_weights or None,
+        accuracy=None if measures else False,
+        latency=None if measures else False,
+        memory=None if measures else False,
+        text=str(text) if text else None,
+        max_tokens=max_tokens,
+        threads=threads,
     )
-    finish(printed, holds)
+    document = report_json(artifact.report)
+    if as_json:
+        typer.echo(json.dumps({"artifact": str(artifact.folder), **document}, indent=2))
+    else:
+        print_page(quantization_page(document))
+        typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}")
+    finish(holds_budget(artifact.report))
+
+
+def parse_layers(texts: Sequence[str] | None) -> Mapping[str, str] | None:
+    """The values of --layer: pattern -> scheme."""
+    if not texts:
+        return None
+    layers = {}
+    for text in texts:
+        pattern, separator, scheme = text.rpartition("=")
+        if not (separator and pattern and scheme):
+            raise InputError(
+                f"'{text}'",
+                where="--layer",
+                allowed="PATTERN=SCHEME or PATTERN=float",
+                next_step="--layer ffn_down=int8_block32 gives every down projection smaller blocks",
+            )
+        layers[pattern] = scheme
+    return layers
+
+
+def parse_share(text: str | None) -> float | None:
+    """0.005 from "0.5%" or "0.005"."""
+    if not text:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise InputError(
+            f"'{text}'", where="--max-ppl-increase", allowed="a share above 0, such as 0.5% or 0.005"
+        )
+    return value

@@ -1,0 +1,67 @@
+"""`quantkit bench`: the speed and memory of an artifact, measured again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.app import ArtifactFolder, AsJson, app, finish, show
+from quantkit.errors import InputError
+
+
+@app.command()
+def bench(
+    folder: ArtifactFolder,
+    prompt: Annotated[int | None, typer.Option(help="tokens of the prompt  [default: 128]")] = None,
+    decode: Annotated[int | None, typer.Option(help="tokens after it  [default: 32]")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads to time with  [default: all cores]")] = None,
+    provider: Annotated[
+        list[str] | None, typer.Option(help="cpu,qnn,... or NAME@PYTHON of another environment")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="exit with 1 where a node falls to the CPU")
+    ] = False,
+    time_limit: Annotated[float, typer.Option(help="seconds that each --provider may take")] = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an artifact's speed and memory on the CPU, or speed and placement on providers."""
+    from quantkit.evaluation.benchmark import fell_back
+    from quantkit.evaluation.measure import environment
+    from quantkit.pipeline.artifact import load
+    from quantkit.runtime.providers.trial import read_asked
+
+    providers = read_asked(provider or (["cpu"] if strict else []))
+    if time_limit <= 0:
+        raise InputError(f"{time_limit:g} seconds", where="--time-limit", allowed="more than 0")
+    artifact = load(folder, threads=threads)
+    output_format = "json" if as_json else "table"
+    if not providers:
+        from quantkit.report.reruns import benchmark_json, benchmark_page
+
+        benchmark = artifact.benchmark(prompt=prompt, decode=decode, quiet=False)
+        document = benchmark_json(
+            artifact=artifact.described,
+            size_bytes=artifact.size_bytes,
+            latency=benchmark.latency,
+            memory=benchmark.memory,
+            environment=environment(),
+            notes=benchmark.notes,
+        )
+        show(document, benchmark_page(document), output_format)
+        return
+    from quantkit.report.providers import providers_json, providers_page
+
+    runs, notes = artifact.benchmark_providers(
+        providers, prompt=prompt, decode=decode, time_limit=time_limit, quiet=False
+    )
+    document = providers_json(
+        artifact=artifact.described,
+        runs=runs,
+        threads=artifact.threads,
+        environment=environment(),
+        strict=strict,
+        notes=notes,
+    )
+    show(document, providers_page(document), output_format)
+    finish(not (strict and any(fell_back(run) for run in runs)))

@@ -1,0 +1,27 @@
+"""`quantkit compare`: reports of several artifacts side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.app import AsJson, OutputFormat, app, check_format, show
+
+
+@app.command()
+def compare(
+    folders: Annotated[
+        list[Path], typer.Argument(help="folders that 'quantkit quantize' wrote, two or more")
+    ],
+    output_format: OutputFormat = "table",
+    as_json: AsJson = False,
+) -> None:
+    """Put the reports of several artifacts side by side; ratios are to the first."""
+    from quantkit.pipeline.compare import compare as compare_artifacts
+    from quantkit.report.comparison import comparison_page
+
+    output_format = check_format("json" if as_json else output_format)
+    document = compare_artifacts(folders)
+    show(document, comparison_page(document), output_format)

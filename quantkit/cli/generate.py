@@ -1,0 +1,133 @@
+"""`quantkit generate`: a text continued by an artifact, by a protected model, or by a model in float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli.app import AsJson, app
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    from quantkit.runtime.tokenizer import Text
+
+UNFINISHED = "\ufffd"  # a tokenizer's sign for part of a character
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="an artifact's folder, or a model, which then runs in float32")
+    ],
+    prompts: Annotated[list[str], typer.Argument(help="the beginning of a text; several make a batch")],
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to add")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="draw from the k most likely; 0 is no limit")] = 0,
+    top_p: Annotated[float, typer.Option(help="draw from the most likely that reach p together")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="of the draws")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads  [default: all cores]")] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="cpu, qnn, ...: provider of graphs with fixed shapes  [default: cpu]")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="http://MACHINE:PORT of a protected model's host; MODEL is its client")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="the host's token  [default: host.token beside MODEL]")
+    ] = None,
+    features: Annotated[str, typer.Option(help="float32, or float16: half the bytes to a host")] = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text with a quantized model; tokens appear as they are made."""
+    from quantkit.runtime.generate import Sampling, check_sampling, generate_tokens
+    from quantkit.runtime.session import open_session
+    from quantkit.runtime.tokenizer import open_text
+
+    if max_new_tokens < 1:
+        raise InputError(f"{max_new_tokens}", where="--max-new-tokens", allowed="1 or more")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    check_sampling(sampling)
+    if provider not in (None, "cpu"):
+        _send_libraries_to_errors()
+    with _artifact(model, is_client=host is not None) as folder:
+        text = open_text(folder)
+        ids = [text.encode(prompt) for prompt in prompts]
+        if host:
+            from quantkit.private.client.model import open_remote_session
+
+            session = open_remote_session(folder, host, token_file, features=features, threads=threads)
+        else:
+            session = open_session(folder, threads=threads, provider=provider)
+        steps = generate_tokens(
+            session, ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=text.stop_ids
+        )
+        # Behind an encoder, the answer is a text of its own and not the prompt's continuation.
+        beginnings = [""] * len(prompts) if session.reads_and_answers else prompts
+        if len(ids) == 1 and not as_json:
+            for piece in _stream(beginnings[0], steps, text):
+                typer.echo(piece, nl=False)
+            return
+        token_rows: list[list[int]] = [[] for _ in ids]
+        for tokens in steps:
+            for row, token in zip(token_rows, tokens, strict=True):
+                if token is not None:
+                    row.append(token)
+    if as_json:
+        documents = [
+            {"prompt": prompt, "text": text.decode(row), "tokens": row}
+            for prompt, row in zip(prompts, token_rows, strict=True)
+        ]
+        typer.echo(json.dumps(documents, indent=2))
+        return
+    for number, (beginning, row) in enumerate(zip(beginnings, token_rows, strict=True), 1):
+        typer.echo(f"[{number}] {beginning}{text.decode(row)}")
+
+
+@contextmanager
+def _artifact(model: str, *, is_client: bool) -> Iterator[Path]:
+    """The artifact's folder, or a temporary float export of a model that is no artifact."""
+    from quantkit.private.files import require_side
+    from quantkit.runtime.traced import holds_model
+
+    folder = Path(model).expanduser()
+    require_side(folder, is_half=is_client)
+    if is_client or holds_model(folder):
+        yield folder
+        return
+    from quantkit.pipeline.write import write_float_model
+
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as temporary:
+        write_float_model(model, Path(temporary))
+        yield Path(temporary)
+
+
+def _send_libraries_to_errors() -> None:
+    """Redirect the standard output of vendors' libraries to stderr; stdout holds the answer alone."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
+        os.dup2(2, 1)
+
+
+def _stream(prompt: str, steps: Iterator[list[int | None]], text: Text) -> Iterator[str]:
+    """One text, token by token; the answer is decoded as a whole, as a character may take several tokens."""
+    tokens: list[int] = []
+    shown = ""
+    for number, (token,) in enumerate(steps):
+        if number == 0:
+            yield prompt
+        if token is None:
+            break
+        tokens.append(token)
+        decoded = text.decode(tokens)
+        if decoded.startswith(shown) and not decoded.endswith(UNFINISHED):
+            yield decoded[len(shown) :]
+            shown = decoded
+    yield text.decode(tokens)[len(shown) :] + "\n"

@@ -1,0 +1,79 @@
+"""Models that accuracy is compared with: the original in transformers, or another artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import InputError
+from quantkit.evaluation.accuracy import Logits
+from quantkit.evaluation.encoder_decoder import AnswerLogits
+from quantkit.recipe import Recipe
+from quantkit.runtime.session import Session, open_session
+from quantkit.runtime.traced import holds_model
+
+if TYPE_CHECKING:
+    from quantkit.model.load import Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """A model that accuracy is compared with; loaded when its logits are first asked for."""
+
+    logits: Callable[[], Logits]
+    answer_logits: Callable[[], AnswerLogits]  # of an encoder with a decoder behind it
+    reads_and_answers: bool = False
+
+
+def session_reference(session: Session) -> Reference:
+    return Reference(
+        logits=lambda: session.logits,
+        answer_logits=lambda: session.answer_logits,
+        reads_and_answers=session.reads_and_answers,
+    )
+
+
+def transformers_reference(source: Source) -> Reference:
+    """The original in transformers, in float32."""
+    from quantkit.model.weights.open import reference_answer_logits, reference_logits
+
+    return Reference(
+        logits=lambda: reference_logits(source),
+        answer_logits=lambda: reference_answer_logits(source),
+        reads_and_answers=bool(source.config.get("is_encoder_decoder")),
+    )
+
+
+def named_reference(name: str, session: Session, threads: int) -> Reference:
+    """An artifact folder or a model by its name; it must be of the same kind as the session."""
+    from quantkit.model.load import open_source
+    from quantkit.model.weights.open import with_weights
+
+    folder = Path(name).expanduser()
+    if holds_model(folder):
+        reference = session_reference(open_session(folder, threads=threads))
+    else:
+        reference = transformers_reference(with_weights(open_source(name), random_weights=False))
+    if reference.reads_and_answers != session.reads_and_answers:
+        pair, single = "an encoder with a decoder behind it", "one model alone"
+        raise InputError(
+            f"it is {pair if reference.reads_and_answers else single}, and the artifact is "
+            f"{pair if session.reads_and_answers else single}",
+            where=f"--reference {name}",
+            allowed="the artifact's original, or another artifact of it",
+        )
+    return reference
+
+
+def original_at_hand(recipe: Recipe) -> tuple[str | None, str]:
+    """(the recipe's model where it lies on this disk, else the reason why not); nothing is downloaded."""
+    if recipe.model is None:
+        return None, "no recipe names the original; --reference MODEL compares with it"
+    if recipe.random_weights:
+        return None, "the weights are random, so perplexity says nothing"
+    path = Path(recipe.model).expanduser()
+    if recipe.model == "demo" or (path / "config.json").exists() or path.is_file():
+        return recipe.model, ""
+    return None, f"the original, {recipe.model}, is not on this disk; --reference MODEL compares with it"

@@ -1,0 +1,86 @@
+"""Calibration windows of a recipe: token ids of its text, or random ids where no text fits."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.model.load import Source
+from quantkit.model.model_map import ModelMap
+from quantkit.model.weights.open import make_fast_tokenizer
+from quantkit.quantization.calibration import calibration_tokens, context_length
+from quantkit.recipe import Recipe
+from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
+
+# Letters: N windows, T tokens.
+Tokens = NDArray[np.int64]
+
+
+def calibration_windows(
+    recipe: Recipe, source: Source, model_map: ModelMap, *, windows: int | None = None, length: int | None = None
+) -> Tokens:
+    """Windows of the calibration text [N, T]; random ids for random weights, which no text fits."""
+    context = context_length(model_map)
+    length = length or recipe.calibration.length
+    length = length if context is None else min(length, context)
+    windows = windows or recipe.calibration.windows
+    if recipe.random_weights:
+        return random_windows(recipe, model_map, windows=windows, length=length)
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+        return calibration_tokens(
+            encode=_encoder(source, Path(folder)),
+            vocab_size=model_map.vocab_size or 0,
+            source=Path(recipe.calibration.text).expanduser() if recipe.calibration.text else None,
+            num_windows=windows,
+            length=length,
+            context=context,
+            seed=recipe.calibration.seed,
+        )
+
+
+def statistics_windows(recipe: Recipe, source: Source, model_map: ModelMap) -> Tokens:
+    """The calibration windows without those that a search measures on."""
+    windows_NT = calibration_windows(recipe, source, model_map)
+    left_out = held_back(len(windows_NT)) if recipe.searches else recipe.calibration.leave_out
+    return windows_NT[: max(1, len(windows_NT) - left_out)]
+
+
+def random_windows(recipe: Recipe, model_map: ModelMap, *, windows: int, length: int) -> Tokens:
+    generator = np.random.default_rng(recipe.calibration.seed)
+    return generator.integers(0, model_map.vocab_size or 1, (windows, length))
+
+
+def held_back(num_windows: int) -> int:
+    """The number of calibration windows that a search measures on; statistics leave them out."""
+    if num_windows < 2:
+        raise InputError(
+            "one calibration window is all there is",
+            where="calibration",
+            allowed="two or more when a budget is searched: one part to collect on, one to measure on",
+            next_step="give a longer text, or ask for shorter windows",
+        )
+    return max(1, num_windows // 4)
+
+
+def _encoder(source: Source, folder: Path) -> Callable[[str], list[int]]:
+    """The checkpoint's tokenizer, opened at the first text."""
+
+    def encode(text: str) -> list[int]:
+        tokenizer_folder = source.folder
+        if tokenizer_folder is None or not (tokenizer_folder / TOKENIZER_FILE).exists():
+            if not make_fast_tokenizer(source, folder):
+                raise InputError(
+                    "the checkpoint brings no tokenizer, so no text can be read",
+                    where=source.name,
+                    allowed="token ids in a .npy file",
+                    next_step="--calibration-text IDS.npy",
+                )
+            tokenizer_folder = folder
+        return open_text(tokenizer_folder).encode(text)
+
+    return encode

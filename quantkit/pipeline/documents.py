@@ -1,0 +1,101 @@
+"""The documents of an artifact: report.json, report.md and manifest.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+import quantkit
+from quantkit.evaluation.measure import Measured, environment
+from quantkit.model.model_map import to_json
+from quantkit.pipeline.float_reference import Twin, measures_anything
+from quantkit.pipeline.folder import MANIFEST, hash_files
+from quantkit.pipeline.write import Written, layer_losses
+from quantkit.plan.targets import TARGETS
+from quantkit.recipe import dump_recipe
+from quantkit.report.document import Report, Size, kept_projections
+from quantkit.report.quantization import quantization_page, report_json
+from quantkit.report.tables import to_markdown
+from quantkit.runtime.providers.placement import Placement, place
+from quantkit.runtime.providers.table import PROVIDERS
+
+COPIES_TO_PLACE = 3  # of the weights in memory, while nodes are placed
+HASHED_PACKAGES = ("quantkit-onnx", "torch", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
+
+
+def cpu_placement(written: Written) -> Placement | None:
+    """The share of the graph that the CPU provider runs; None where memory is short."""
+    exported = written.exported
+    if not measures_anything(written.recipe.measure):
+        return None
+    if exported.num_bytes * COPIES_TO_PLACE > psutil.virtual_memory().available:
+        return None
+    return replace(place(PROVIDERS["cpu"], exported.paths), num_nodes=None, operators=None, unplaced=None)
+
+
+def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
+    prepared, resolved = written.prepared, written.prepared.resolved
+    recipe, plan, exported = written.recipe, written.plan, written.exported
+    placement = cpu_placement(written)
+    return Report(
+        model=resolved.model_map.name,
+        scheme=recipe.scheme,
+        target=recipe.target,
+        min_dim=plan.min_dim,
+        projections=plan.projections,
+        matrices=plan.matrices,
+        parameters=plan.parameters,
+        formula=plan.formula,
+        kept=kept_projections(plan),
+        size=Size(
+            source_bytes=resolved.weights.source_bytes(),
+            planned_bytes=exported.planned_bytes,
+            artifact_bytes=exported.num_bytes,
+            reference_bytes=twin.num_bytes,
+        ),
+        environment=environment(),
+        accuracy=measured.accuracy,
+        similarity=measured.similarity,
+        latency=(measured.latency,) if measured.latency else (),
+        memory=measured.memory,
+        placement=(placement,) if placement else (),
+        has_random_weights=recipe.random_weights,
+        notes=(*resolved.model_map.notes, *resolved.notes, *prepared.notes, *measured.notes),
+        recipe_sha256=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
+        seconds={name: round(seconds, 3) for name, seconds in resolved.progress.seconds.items()},
+        fit=recipe.fit,
+        transforms=tuple(recipe.transforms),
+        layer_losses=layer_losses(exported.contents, exported.losses, written.search),
+        smoothing=prepared.smoothing,
+        search=written.search,
+        shape_times=resolved.shape_times,
+    )
+
+
+def write_reports(folder: Path, report: Report) -> None:
+    document = report_json(report)
+    (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(to_markdown(quantization_page(document)), encoding="utf-8")
+
+
+def write_manifest(folder: Path, written: Written) -> None:
+    """Versions, plan, and a hash of every file; written last, so its presence says that the folder is whole."""
+    recipe, placement = written.recipe, written.exported.placement
+    manifest = {
+        "quantkit": quantkit.__version__,
+        "versions": {name: version(name) for name in HASHED_PACKAGES},
+        "target": recipe.target,
+        "scheme": recipe.scheme,
+        **({"static": recipe.static.model_dump()} if TARGETS[recipe.target].is_static else {}),
+        "opset": placement.opset,
+        "ir_version": placement.ir_version,
+        "integer_operators": placement.integer_operators,
+        "plan": to_json(written.plan),
+        "files": hash_files(folder),
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,109 @@
+"""The float reference of an artifact: the original as the same graph in float32, and what is measured beside it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from quantkit.errors import InputError
+from quantkit.evaluation.artifact import open_artifact
+from quantkit.evaluation.measure import Measured, measure
+from quantkit.evaluation.reference import transformers_reference
+from quantkit.pipeline.export import float_bytes
+from quantkit.pipeline.write import Written, write_float
+from quantkit.recipe import Measure
+from quantkit.runtime.session import open_session
+from quantkit.runtime.traced import NotTextError
+
+CONFIG_FILES = ("config.json", "generation_config.json")  # they name a decoder's first token
+SAFE_SHARE = 0.6  # of the free memory that a float reference may take
+
+
+def measures_anything(wanted: Measure) -> bool:
+    return wanted.accuracy or wanted.latency or wanted.memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Twin:
+    """The float reference of an artifact; without a folder, the note says why there is none."""
+
+    folder: Path | None = None
+    num_bytes: int | None = None
+    note: str = ""
+
+
+@contextmanager
+def float_twin(written: Written, folder: Path) -> Iterator[Twin]:
+    """The original as the same graph in float32, where it is needed and memory and disk allow."""
+    resolved, wanted = written.prepared.resolved, written.recipe.measure
+    reason = why_not_measured(written, folder)
+    if reason or not measures_anything(wanted):
+        yield Twin(note=reason and f"the model is exported and checked, but not measured: {reason}")
+        return
+    size = float_bytes(resolved.model_map)
+    fits_memory = size < psutil.virtual_memory().available * SAFE_SHARE
+    if not (fits_memory and 2 * size < shutil.disk_usage(folder).free):
+        scarce = "memory" if not fits_memory else "disk space"
+        yield Twin(
+            note=f"no float reference was timed: its {size / 1e9:.1f} GB do not fit into the free {scarce}"
+        )
+        return
+    twin = folder / ".reference"
+    twin.mkdir()
+    try:
+        yield _write_twin(written, twin)
+    finally:
+        shutil.rmtree(twin, ignore_errors=True)
+
+
+def _write_twin(written: Written, folder: Path) -> Twin:
+    resolved = written.prepared.resolved
+    num_weights = sum(layer.num_weights for layer in resolved.model_map.at_inference.layers)
+    with resolved.progress.stage("float reference", total=num_weights, unit="weights") as count:
+        try:
+            exported = write_float(resolved, folder, count=count)
+        except InputError as error:  # a traced float file may exceed the size limit of such files
+            if written.exported.kind != "traced":
+                raise
+            return Twin(note=f"no float reference was timed: {error}")
+    for name in CONFIG_FILES:
+        if (written.exported.folder / name).exists():
+            shutil.copyfile(written.exported.folder / name, folder / name)
+    return Twin(folder=folder, num_bytes=exported.num_bytes)
+
+
+def why_not_measured(written: Written, folder: Path) -> str:
+    """Why no session runs this model, or ""; a tracer may write graphs with other inputs than text."""
+    if written.exported.kind != "traced":
+        return ""
+    try:
+        session = open_session(folder)
+        if not session.generates:
+            session.logits(np.ones((1, 2), np.int64))
+    except (NotTextError, InputError) as error:
+        return str(error)
+    return ""
+
+
+def measure_written(written: Written, folder: Path, twin: Twin) -> Measured:
+    """Accuracy beside the original in transformers, latency and memory beside the float twin."""
+    resolved, wanted = written.prepared.resolved, written.recipe.measure
+    notes = (twin.note,) if twin.note else ()
+    if why_not_measured(written, folder) or not measures_anything(wanted):
+        return Measured(notes=notes)
+    measured = measure(
+        open_artifact(folder, written.recipe),
+        original=None if written.recipe.random_weights else transformers_reference(resolved.source),
+        reference=twin.folder,
+        accuracy=written.accuracy,
+        progress=resolved.progress,
+    )
+    return replace(measured, notes=(*notes, *measured.notes))
+
+

@@ -1,0 +1,50 @@
+"""A live transformers module as a source: saved to a temporary folder, so that it takes the way of every model.
+
+The folder costs disk space, and every feature works without a second path through the pipeline: tracing,
+references in transformers, streaming of blocks, fingerprints. The module itself is not changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError
+from quantkit.model.load import Source, open_source
+from quantkit.runtime.machine.throughput import cache_folder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@contextmanager
+def saved_model(model: nn.Module, tokenizer: Any) -> Iterator[tuple[Source, str | None]]:
+    """(the source of a live module and its tokenizer, the name or path that it was loaded from)."""
+    if not hasattr(model, "save_pretrained"):
+        raise InputError(
+            f"a {type(model).__name__} cannot be saved",
+            where="model",
+            allowed="a transformers model (PreTrainedModel), a folder or a name",
+        )
+    path = str(getattr(model.config, "name_or_path", "")) or None
+    name = Path(path).name if path else type(model).__name__
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as parent:
+        folder = Path(parent) / name
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        yield open_source(str(folder)), path
+
+
+def keep_texts(texts: Sequence[str]) -> Path:
+    """A file of the cache with these texts, so that the recipe which names it can be run again."""
+    content = "\n\n".join(texts)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    path = cache_folder() / "calibration" / f"{digest}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+    return path
