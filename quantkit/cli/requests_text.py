@@ -14,9 +14,9 @@ from typing import Any
 from quantkit.cli.requests_host import Remote, require_side, steps_from_host
 from quantkit.errors import InputError
 from quantkit.runtime.generate import Sampling, check_sampling, generate
-from quantkit.runtime.static_decoder import StaticDecoder, generate_static
+from quantkit.runtime.graph import holds_model
+from quantkit.runtime.session import open_session
 from quantkit.runtime.tokenizer import Text, open_text
-from quantkit.runtime.traced import Traced, generate_traced, holds_model, open_generator
 
 UNFINISHED = "\ufffd"  # what a tokenizer shows for part of a character
 
@@ -44,16 +44,11 @@ def continue_texts(
         ids = [text.encode(prompt) for prompt in prompts]
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": settings}
         options["stop_ids"] = text.stop_ids
-        decoder = None if remote else open_generator(folder, threads=threads, provider=provider)
         if remote:
             steps, answers = steps_from_host(folder, remote, ids, threads=threads, **options), False
-        elif isinstance(decoder, Traced):
-            steps = generate_traced(decoder, ids, **options)
-            answers = decoder.encoder is not None
-        elif isinstance(decoder, StaticDecoder):
-            steps, answers = generate_static(decoder, ids, **options), False
-        elif decoder:
-            steps, answers = generate(decoder, ids, **options), False
+        else:
+            session = open_session(folder, threads=threads, provider=provider)
+            steps, answers = generate(session, ids, **options), session.reads_and_answers
         # Behind an encoder, the answer is a text of its own and not the prompt's continuation.
         beginnings = [""] * len(prompts) if answers else prompts
         if len(ids) == 1 and not as_json:

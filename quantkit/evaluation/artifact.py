@@ -5,7 +5,6 @@ What the recipe says holds unless a flag says otherwise, so that the same figure
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,12 @@ from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.evaluation.measure import LARGEST_WINDOW
-from quantkit.evaluation.models import Model, open_model
+from quantkit.evaluation.models import open_measured
 from quantkit.export.written import held_bytes
 from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe, override
-from quantkit.runtime.encoder import Encoder, open_encoder
+from quantkit.runtime.graph import holds_model
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.session import MODEL_FILE, Decoder, open_decoder
-from quantkit.runtime.static_decoder import holds_static, open_static_decoder
-from quantkit.runtime.traced import holds_model
+from quantkit.runtime.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,16 +25,14 @@ class Opened:
     """An artifact, ready to run."""
 
     folder: Path
-    model: Model
+    model: Session
     recipe: Recipe
     metadata: Mapping[str, Any]
 
     @property
     def context(self) -> int:
         """The most tokens that it reads."""
-        if not isinstance(self.model, Encoder) and self.model.context:
-            return self.model.context
-        return int(self.metadata.get("max_positions") or LARGEST_WINDOW)
+        return self.model.context or LARGEST_WINDOW
 
     @property
     def threads(self) -> int:
@@ -70,27 +65,8 @@ def open_artifact(folder: Path, changes: Mapping[str, Any]) -> Opened:
         )
     path = folder / RECIPE_FILE
     recipe = override(load_recipe(path) if path.exists() else Recipe(), changes)
-    model, metadata = open_whatever(folder, recipe.measure.threads)
-    return Opened(folder=folder, model=model, recipe=recipe, metadata=metadata)
-
-
-def open_whatever(folder: Path, threads: int | None) -> tuple[Model, Mapping[str, Any]]:
-    """As what it was exported, and what its graph says of itself."""
-    if holds_static(folder):
-        decoder = open_static_decoder(folder, threads=threads)
-        return decoder, decoder.metadata
-    if not (folder / MODEL_FILE).exists():
-        return open_model("traced", folder, threads=threads), {}
-    model: Decoder | Encoder
-    try:
-        model = open_decoder(folder, threads=threads)
-    except InputError:  # no logits: an encoder, or a file that the next line refuses in the same words
-        model = open_encoder(folder, threads=threads)
-    stored = json.loads(model.session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
-    is_decoder = isinstance(model, Decoder) and bool(model.caches)
-    kind = stored.get("kind") or ("decoder" if is_decoder else "encoder")
-    is_open = isinstance(model, Decoder if kind == "decoder" else Encoder)
-    return (model if is_open else open_model(kind, folder, threads=threads)), stored
+    model = open_measured(folder, threads=recipe.measure.threads)
+    return Opened(folder=folder, model=model, recipe=recipe, metadata=model.metadata)
 
 
 def require_room(opened: Opened, asked: Mapping[str, int | None]) -> None:

@@ -23,10 +23,6 @@ from quantkit.evaluation.models import (
     SMALLEST_VOCABULARY,
     bytes_per_token,
     fitting,
-    fixed_length,
-    generates,
-    outputs_of,
-    reads_and_answers,
     runs_of,
 )
 from quantkit.export.traffic import from_metadata
@@ -57,7 +53,8 @@ def benchmark(opened: Opened, *, progress: Progress) -> Benchmarked:
     """Prompt, tokens after it and peak memory on the CPU provider."""
     wanted, model = opened.recipe.measure, opened.model
     lengths = fitting(model, *timed_lengths(wanted, opened.context))
-    traffic = from_metadata(opened.metadata)
+    # Of weights behind an encoder a token reads a part that no plan tells.
+    traffic = None if model.reads_and_answers else from_metadata(opened.metadata)
     notes = []
     with progress.stage("latency"):
         floor = None
@@ -65,7 +62,7 @@ def benchmark(opened: Opened, *, progress: Progress) -> Benchmarked:
             bandwidth = read_bandwidth_gb_per_s(opened.threads)
             bytes_read = bytes_per_token(model, traffic, lengths)
             floor = floor_ms(bytes_read=bytes_read, bandwidth_gb_per_s=bandwidth)
-        elif generates(model):
+        elif model.generates:
             notes.append("no memory floor: the artifact does not say how many bytes a token reads")
         latency = measure_latency(
             quantized=runs_of(model, *lengths),
@@ -78,18 +75,17 @@ def benchmark(opened: Opened, *, progress: Progress) -> Benchmarked:
             floor_ms_per_token=floor,
         )
     with progress.stage("memory"):
-        run = "run" if generates(model) else "encode"
-        memory = _memory(opened.folder, run, lengths, opened.threads)
+        memory = _memory(opened.folder, lengths, opened.threads)
     return Benchmarked(latency=latency, memory=memory, notes=tuple(notes))
 
 
-def _memory(folder: Path, run: str, lengths: tuple[int, int], threads: int) -> Memory:
+def _memory(folder: Path, lengths: tuple[int, int], threads: int) -> Memory:
     """Peaks of processes of their own."""
 
     def peak(what: str) -> int:
         return peak_bytes(what, folder, lengths, threads)
 
-    peaks = PeakMemory(load_peak_bytes=peak("load"), run_peak_bytes=peak(run))
+    peaks = PeakMemory(load_peak_bytes=peak("load"), run_peak_bytes=peak("run"))
     return Memory(quantized=peaks, empty_process_bytes=peak("empty"))
 
 
@@ -129,7 +125,7 @@ def benchmark_providers(
                     ids_WS=compared[0][: len(logits)],
                     positions=found["positions"],
                     reference=compared[2],
-                    predicts_tokens=generates(opened.model),
+                    predicts_tokens=opened.model.generates,
                 )
             runs.append(_provider_run(each, found, accuracy))
     return tuple(runs), tuple(notes)
@@ -137,7 +133,7 @@ def benchmark_providers(
 
 def _compared(opened: Opened, notes: list[str]) -> tuple[NDArray[np.int64], NDArray[np.float32], str] | None:
     """(texts, the reference's logits, what it is): the original, or else the same file on the CPU."""
-    if reads_and_answers(opened.model):
+    if opened.model.reads_and_answers:
         notes.append("an encoder with a decoder behind it is placed, but its logits are not compared")
         return None
     try:
@@ -145,11 +141,11 @@ def _compared(opened: Opened, notes: list[str]) -> tuple[NDArray[np.int64], NDAr
     except InputError as error:  # no tokenizer, or a text that it does not fit
         notes.append(f"logits are compared on random tokens ({error})")
         ids = np.random.default_rng(0).integers(0, SMALLEST_VOCABULARY, COMPARED_WINDOWS * COMPARED_LENGTH)
-    length = min(COMPARED_LENGTH, fixed_length(opened.model) or opened.context, len(ids))
+    length = min(COMPARED_LENGTH, opened.model.fixed_length or opened.context, len(ids))
     count = min(COMPARED_WINDOWS, len(ids) // length)
     texts_WS = ids[: count * length].reshape(count, length)
     name = original_at_hand(opened.recipe, [])
-    outputs = logits_of(name, opened.threads) if name else outputs_of(opened.model)
+    outputs = logits_of(name, opened.threads) if name else opened.model.logits
     words = f"{name} in float32" if name else "the same file on the CPU"
     made = np.concatenate([outputs(ids_S[None]) for ids_S in texts_WS])
     return texts_WS, made if made.ndim > 2 else made[:, None], words  # one answer a text stands at one place

@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Logits, TextPerplexity, measure_accuracy, measure_perplexity
-from quantkit.evaluation.artifact import Opened, open_whatever
+from quantkit.evaluation.artifact import Opened
 from quantkit.evaluation.encoder_decoder import AnswerLogits, measure_halves, perplexity_of_halves
 from quantkit.evaluation.measure import LARGEST_WINDOW, answers_window, encoded_text, random_text, stride_of
 from quantkit.evaluation.measurements import Accuracy, Similarity
-from quantkit.evaluation.models import Model, answers_of, fixed_length, outputs_of, reads_and_answers
+from quantkit.evaluation.models import open_measured
 from quantkit.evaluation.similarity import measure_similarity
 from quantkit.model.load import DEMO_NAME, Source, open_source
 from quantkit.model.weights.open import reference_answer_logits, reference_logits, with_weights
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
-from quantkit.runtime.encoder import Encoder
-from quantkit.runtime.traced import Traced, holds_model
+from quantkit.runtime.graph import holds_model
+from quantkit.runtime.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ def evaluate(opened: Opened, *, reference: str | None, progress: Progress) -> Ev
     """Perplexity, and where there is an original everything that is measured beside it."""
     notes: list[str] = []
     name = reference or original_at_hand(opened.recipe, notes)
-    if isinstance(opened.model, Encoder) and name is None:
+    if not opened.model.generates and name is None:
         raise InputError(
             "an encoder predicts no next token, and its original is not at hand",
             where=str(opened.folder),
@@ -52,10 +52,10 @@ def evaluate(opened: Opened, *, reference: str | None, progress: Progress) -> Ev
     ids, text = tokens_of(opened)
     common = {"token_ids": ids, "text": text}
     result: Accuracy | Similarity | TextPerplexity
-    if isinstance(opened.model, Encoder):
+    if not opened.model.generates:
         assert name is not None
         result = _similarity(opened, opened.model, name, common, progress)
-    elif isinstance(opened.model, Traced) and reads_and_answers(opened.model):
+    elif opened.model.reads_and_answers:
         result = _answers(opened, opened.model, name, common, progress)
     else:
         result = _next_tokens(opened, name, common, progress)
@@ -63,20 +63,20 @@ def evaluate(opened: Opened, *, reference: str | None, progress: Progress) -> Ev
 
 
 def _similarity(
-    opened: Opened, model: Encoder, name: str, common: Mapping[str, Any], progress: Progress
+    opened: Opened, model: Session, name: str, common: Mapping[str, Any], progress: Progress
 ) -> Similarity:
     """An encoder's vectors beside those of the original."""
     wanted, ids = opened.recipe.measure, common["token_ids"]
-    window = min(wanted.window or wanted.prompt, fixed_length(model) or opened.context, len(ids))
+    window = min(wanted.window or wanted.prompt, model.fixed_length or opened.context, len(ids))
     reference = logits_of(name, opened.threads)
     with progress.stage("accuracy", total=len(ids), unit="tokens") as count:
         return measure_similarity(
-            **common, reference=reference, quantized=outputs_of(model), window=window, progress=count
+            **common, reference=reference, quantized=model.logits, window=window, progress=count
         )
 
 
 def _answers(
-    opened: Opened, model: Traced, name: str | None, common: Mapping[str, Any], progress: Progress
+    opened: Opened, model: Session, name: str | None, common: Mapping[str, Any], progress: Progress
 ) -> Accuracy | TextPerplexity:
     """What a decoder answers to what its encoder read."""
     ids = common["token_ids"]
@@ -85,8 +85,8 @@ def _answers(
     options: dict[str, Any] = {**common, "window": window, "start_ids": model.start_ids}
     with progress.stage("accuracy", total=len(ids) - window // 2, unit="tokens") as count:
         if reference is None:
-            return perplexity_of_halves(**options, model=answers_of(model), progress=count)
-        return measure_halves(**options, reference=reference, quantized=answers_of(model), progress=count)
+            return perplexity_of_halves(**options, model=model.answer_logits, progress=count)
+        return measure_halves(**options, reference=reference, quantized=model.answer_logits, progress=count)
 
 
 def _next_tokens(
@@ -94,10 +94,10 @@ def _next_tokens(
 ) -> Accuracy | TextPerplexity:
     """What a decoder says comes next."""
     wanted, ids = opened.recipe.measure, common["token_ids"]
-    window = min(wanted.window or LARGEST_WINDOW, fixed_length(opened.model) or opened.context, len(ids))
+    window = min(wanted.window or LARGEST_WINDOW, opened.model.fixed_length or opened.context, len(ids))
     reference = logits_of(name, opened.threads) if name else None
     options: dict[str, Any] = {**common, "window": window, "stride": stride_of(wanted, window)}
-    quantized = outputs_of(opened.model)
+    quantized = opened.model.logits
     with progress.stage("accuracy", total=len(ids) - 1, unit="tokens") as count:
         if reference is None:
             return measure_perplexity(**options, model=quantized, progress=count)
@@ -122,7 +122,7 @@ def original_at_hand(recipe: Recipe, notes: list[str]) -> str | None:
 def logits_of(name: str, threads: int) -> Logits:
     """Another artifact in the runtime, or a model in transformers."""
     found = _reference(name, threads, answers=False)
-    return reference_logits(found) if isinstance(found, Source) else outputs_of(found)
+    return reference_logits(found) if isinstance(found, Source) else found.logits
 
 
 def _answers_of(name: str, threads: int) -> AnswerLogits:
@@ -130,17 +130,16 @@ def _answers_of(name: str, threads: int) -> AnswerLogits:
     found = _reference(name, threads, answers=True)
     if isinstance(found, Source):
         return reference_answer_logits(found)
-    assert isinstance(found, Traced)
-    return answers_of(found)
+    return found.answer_logits
 
 
-def _reference(name: str, threads: int, *, answers: bool) -> Model | Source:
+def _reference(name: str, threads: int, *, answers: bool) -> Session | Source:
     """What is compared with, if it reads and answers, or does not, like the artifact."""
     folder = Path(name).expanduser()
-    found: Model | Source
+    found: Session | Source
     if holds_model(folder):
-        found = open_whatever(folder, threads)[0]
-        does_answer = reads_and_answers(found)
+        found = open_measured(folder, threads=threads)
+        does_answer = found.reads_and_answers
     else:
         found = with_weights(open_source(name), random_weights=False)
         does_answer = bool(found.config.get("is_encoder_decoder"))
@@ -157,7 +156,7 @@ def _reference(name: str, threads: int, *, answers: bool) -> Model | Source:
 def tokens_of(opened: Opened) -> tuple[NDArray[np.int64], str]:
     """(token ids, name of the text)."""
     wanted, model = opened.recipe.measure, opened.model
-    vocab_size = None if isinstance(model, Encoder) else model.vocab_size
+    vocab_size = model.vocab_size
     if opened.recipe.random_weights and vocab_size:
         return random_text(wanted, vocab_size)
     ids, name = encoded_text(wanted, opened.folder)

@@ -28,15 +28,9 @@ from quantkit.evaluation.latency import Budget, measure_latency
 from quantkit.evaluation.measurements import Accuracy, Environment, Latency, Memory, PeakMemory, Similarity
 from quantkit.evaluation.memory import floor_ms, run_and_measure
 from quantkit.evaluation.models import (
-    Model,
-    answers_of,
     bytes_per_token,
     fitting,
-    fixed_length,
-    generates,
-    open_model,
-    outputs_of,
-    reads_and_answers,
+    open_measured,
     runs_of,
     why_not_measured,
 )
@@ -49,13 +43,12 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.export import Exported, reference_size, write_reference
 from quantkit.progress import Progress
 from quantkit.recipe import Measure, Recipe
-from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.providers.placement import Placement, place
 from quantkit.runtime.providers.table import PROVIDERS
+from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
-from quantkit.runtime.traced import Traced
 
 PROVIDER = "CPUExecutionProvider"
 CONFIG_FILES = ("config.json", "generation_config.json")  # a decoder's first token is told there
@@ -98,7 +91,7 @@ class Measured:
 
 def accuracy_of(subject: Subject, *, progress: Progress) -> Accuracy | None:
     """A decoder with real weights beside its original, and nothing else; None where no text can be read."""
-    quantized = open_model(subject.exported.kind, subject.exported.folder, threads=subject.threads)
+    quantized = open_measured(subject.exported.folder, threads=subject.threads)
     found = _compare(subject, quantized, None, progress, [])
     return found if isinstance(found, Accuracy) else None
 
@@ -110,25 +103,23 @@ def measure(subject: Subject, *, progress: Progress, known: Accuracy | None = No
         return Measured()
     placement = _placement(subject.exported)
     notes: list[str] = []
-    reason = why_not_measured(subject.exported)
+    reason = why_not_measured(subject.exported.folder) if subject.exported.kind == "traced" else None
     if reason:
         notes.append(f"the model is exported and checked, but not measured: {reason}")
         return Measured(placement=placement, notes=tuple(notes))
     with _float_twin(subject, progress, notes) as twin:
-        kind = subject.exported.kind
-        quantized = open_model(kind, subject.exported.folder, threads=subject.threads)
-        reference = open_model(kind, twin.folder, threads=subject.threads) if twin else None
+        quantized = open_measured(subject.exported.folder, threads=subject.threads)
+        reference = open_measured(twin.folder, threads=subject.threads) if twin else None
         compared: Accuracy | Similarity | None = None
         if wanted.accuracy:
             compared = known or _compare(subject, quantized, reference, progress, notes)
         lengths = timed_lengths(wanted, subject.model_map.max_positions or LARGEST_WINDOW)
         lengths = fitting(quantized, *lengths)
         latency = _latency(subject, quantized, reference, lengths, progress) if wanted.latency else None
-        if latency and reads_and_answers(quantized):
+        if latency and quantized.reads_and_answers:
             notes.append("prefill is the encoder over the prompt and the decoder's first token after it")
-        run = "run" if generates(quantized) else "encode"
         del quantized, reference
-        memory = _memory(subject, twin, run, lengths, progress) if wanted.memory else None
+        memory = _memory(subject, twin, lengths, progress) if wanted.memory else None
         return Measured(
             placement=placement,
             accuracy=compared if isinstance(compared, Accuracy) else None,
@@ -189,7 +180,7 @@ def _write_twin(
 
 
 def _compare(
-    subject: Subject, quantized: Model, reference: Model | None, progress: Progress, notes: list[str]
+    subject: Subject, quantized: Session, reference: Session | None, progress: Progress, notes: list[str]
 ) -> Accuracy | Similarity | None:
     """Next tokens of a decoder, vectors of an encoder, on the same text."""
     wanted, is_random = subject.recipe.measure, subject.recipe.random_weights
@@ -200,12 +191,12 @@ def _compare(
     if tokens is None:
         return None
     common: dict[str, Any] = {"token_ids": tokens[0], "text": tokens[1], "is_meaningful": not is_random}
-    if isinstance(quantized, Traced) and quantized.encoder is not None:
+    if quantized.reads_and_answers:
         return _compare_answers(subject, quantized, common, progress)
-    window = min(wanted.window or LARGEST_WINDOW, fixed_length(quantized) or context, len(tokens[0]))
-    original = outputs_of(reference) if is_random and reference else reference_logits(subject.source)
-    common |= {"reference": original, "quantized": outputs_of(quantized)}
-    if isinstance(quantized, Encoder):
+    window = min(wanted.window or LARGEST_WINDOW, quantized.fixed_length or context, len(tokens[0]))
+    original = reference.logits if is_random and reference else reference_logits(subject.source)
+    common |= {"reference": original, "quantized": quantized.logits}
+    if not quantized.generates:
         window = min(window, wanted.window or wanted.prompt)
         with progress.stage("accuracy", total=len(tokens[0]), unit="tokens") as count:
             return measure_similarity(**common, window=window, progress=count)
@@ -215,7 +206,7 @@ def _compare(
 
 
 def _compare_answers(
-    subject: Subject, quantized: Traced, common: dict[str, Any], progress: Progress
+    subject: Subject, quantized: Session, common: dict[str, Any], progress: Progress
 ) -> Accuracy:
     """What a decoder answers to what its encoder read; each has the context for itself."""
     num_tokens = len(common["token_ids"])
@@ -223,7 +214,7 @@ def _compare_answers(
     with progress.stage("accuracy", total=num_tokens - window // 2, unit="tokens") as count:
         return measure_halves(
             reference=reference_answer_logits(subject.source),
-            quantized=answers_of(quantized),
+            quantized=quantized.answer_logits,
             window=window,
             start_ids=quantized.start_ids,
             progress=count,
@@ -281,7 +272,7 @@ def stride_of(wanted: Measure, window: int) -> int:
     return min(wanted.stride or max(1, window // 2), window)
 
 
-def answers_window(wanted: Measure, model: Traced, num_tokens: int) -> int:
+def answers_window(wanted: Measure, model: Session, num_tokens: int) -> int:
     """Tokens of a window of which an encoder reads the first half and its decoder says the second."""
     longest = (model.context or LARGEST_WINDOW) - len(model.start_ids)
     return min(wanted.window or LARGEST_WINDOW, 2 * longest, num_tokens)
@@ -295,8 +286,8 @@ def timed_lengths(wanted: Measure, context: int) -> tuple[int, int]:
 
 def _latency(
     subject: Subject,
-    quantized: Model,
-    reference: Model | None,
+    quantized: Session,
+    reference: Session | None,
     lengths: tuple[int, int],
     progress: Progress,
 ) -> Latency:
@@ -304,7 +295,7 @@ def _latency(
     prompt, decode = lengths
     with progress.stage("latency"):
         # Of weights behind an encoder a token reads a part that no plan tells.
-        floor = None if reads_and_answers(quantized) else _floor(subject, quantized, lengths)
+        floor = None if quantized.reads_and_answers else _floor(subject, quantized, lengths)
         return measure_latency(
             quantized=runs_of(quantized, prompt, decode),
             reference=runs_of(reference, prompt, decode) if reference else None,
@@ -314,13 +305,13 @@ def _latency(
             num_decoded=decode,
             budget=Budget(max_runs=15, max_seconds=wanted.seconds / 2),
             reference_name=(
-                "a fused graph in float32" if fixed_length(quantized) else "the same graph in float32"
+                "a fused graph in float32" if quantized.fixed_length else "the same graph in float32"
             ),
             floor_ms_per_token=floor,
         )
 
 
-def _floor(subject: Subject, quantized: Model, lengths: tuple[int, int]) -> float:
+def _floor(subject: Subject, quantized: Session, lengths: tuple[int, int]) -> float:
     """Milliseconds that reading weights and cache for one token takes, measured now."""
     return floor_ms(
         bytes_read=bytes_per_token(quantized, subject.exported.traffic, lengths),
@@ -328,14 +319,12 @@ def _floor(subject: Subject, quantized: Model, lengths: tuple[int, int]) -> floa
     )
 
 
-def _memory(
-    subject: Subject, twin: Exported | None, run: str, lengths: tuple[int, int], progress: Progress
-) -> Memory:
+def _memory(subject: Subject, twin: Exported | None, lengths: tuple[int, int], progress: Progress) -> Memory:
     def peak(what: str, folder: Path) -> int:
         return peak_bytes(what, folder, lengths, subject.threads)
 
     def both(folder: Path) -> PeakMemory:
-        return PeakMemory(load_peak_bytes=peak("load", folder), run_peak_bytes=peak(run, folder))
+        return PeakMemory(load_peak_bytes=peak("load", folder), run_peak_bytes=peak("run", folder))
 
     with progress.stage("memory"):
         return Memory(

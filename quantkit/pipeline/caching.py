@@ -11,7 +11,7 @@ from quantkit.export.fused.int8_cache import CACHE_FORMATS, CachePeaks, rewrite,
 from quantkit.model.model_map import ModelMap
 from quantkit.pipeline.export import Exported
 from quantkit.pipeline.prepare import Job, tokens_for
-from quantkit.runtime.session import cached_values, open_decoder
+from quantkit.runtime.decoder import cached_values, open_decoder
 
 MOST_WINDOWS = 8  # ranges settle soon: every position of every window counts
 

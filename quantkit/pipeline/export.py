@@ -41,7 +41,7 @@ from quantkit.quantization.checkpoint import write_checkpoint
 from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of, planned_bytes
 from quantkit.quantization.rounding.apply import Evidences, quantized_parts, weight_name
 from quantkit.quantization.rounding.errors import Sums
-from quantkit.runtime.session import MODEL_FILE
+from quantkit.runtime.graph import MODEL_FILE
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, read_stop_ids
 
 WEIGHTS_FILE = "weights.safetensors"

@@ -46,8 +46,8 @@ from quantkit.quantization.layout import Checkpoint, Contents, contents_of, plan
 from quantkit.quantization.rounding.apply import Evidences
 from quantkit.quantization.rounding.errors import Sums
 from quantkit.recipe import Recipe, Static, override
+from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.ranges import Ranges, observe_ranges
-from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
 PROMPT, CACHE = 128, 512  # tokens, where the recipe names no numbers and the model allows them

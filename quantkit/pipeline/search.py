@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from quantkit.evaluation.accuracy import Logits, measure_accuracy
 from quantkit.evaluation.measurements import Accuracy
-from quantkit.evaluation.models import open_model, outputs_of
+from quantkit.evaluation.models import open_measured
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.weights.open import reference_logits
 from quantkit.model.weights.torch_model import torch_model
@@ -111,8 +111,8 @@ def seek(job: Job, prepared: Prepared, plan: Plan, folder: Path) -> Seeker:
         made.mkdir(parents=True)
         chosen = {layer: choices[unit.name] for unit in options for layer in unit.layers}
         round_and_export(job, prepared, {**job.recipe.layers, **chosen}, made)
-        model = open_model(kind_of(prepared.model_map), made)
-        loss = loss_on(original, outputs_of(model), searched)
+        model = open_measured(made)
+        loss = loss_on(original, model.logits, searched)
         del model
         shutil.rmtree(made, ignore_errors=True)
         return loss

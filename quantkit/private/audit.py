@@ -50,7 +50,7 @@ from quantkit.quantization.transforms.basis import Space
 from quantkit.quantization.transforms.draft import opened, row_chunks
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe
-from quantkit.runtime.session import MODEL_FILE
+from quantkit.runtime.graph import MODEL_FILE
 
 Floats = NDArray[np.float32]
 Order = NDArray[np.int64]

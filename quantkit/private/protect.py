@@ -41,7 +41,7 @@ from quantkit.quantization.transforms.permutation import permute
 from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe, dump_recipe
-from quantkit.runtime.session import MODEL_FILE
+from quantkit.runtime.graph import MODEL_FILE
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_CONTEXT = 2048  # of a model that names none, as for a model in one piece

@@ -21,7 +21,7 @@ from quantkit.pipeline.ffn_units import bits_lost, ffn_units, observe_units, ver
 from quantkit.plan.select import choose
 from quantkit.quantization.transforms.prune import dead_units, prune_dead
 from quantkit.report.losses import sensitivity_page
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 SIZES = {
     "vocab_size": 61,
@@ -176,7 +176,7 @@ def test_pruning_what_is_proved_changes_nothing(name, tmp_path):
         "single_file_bytes": 1 << 20,
     }
     write_model(pruned, choose(pruned, min_dim=NOTHING), cut, tmp_path / "out", **options)
-    made = all_logits(open_decoder(tmp_path / "out", threads=1), TOKENS[:, :12])
+    made = open_decoder(tmp_path / "out", threads=1).logits(TOKENS[:, :12])
     assert error(made, wanted.numpy()).relative < 1e-5
 
 
