@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 import quantkit
 from quantkit.runtime.generate import generate
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.session import open_decoder
-from quantkit.runtime.static_decoder import generate_static, holds_static, open_static_decoder
+from quantkit.runtime.session import open_session
 from quantkit.runtime.tokenizer import open_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,13 +94,7 @@ def run(*command: str, given: str = "", provider: str = "") -> str:
 
 def continued(folder: Path, provider: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """New tokens of an artifact for each prompt."""
-    if holds_static(folder):
-        static = open_static_decoder(folder, provider=provider)
-        return [
-            [int(token) for (token,) in generate_static(static, [prompt], max_new_tokens=count)]
-            for prompt in prompts
-        ]
-    steps = generate(open_decoder(folder), prompts, max_new_tokens=count)
+    steps = generate(open_session(folder, provider=provider), prompts, max_new_tokens=count)
     return np.array(list(steps)).T.tolist()  # type: ignore[no-any-return]
 
 

@@ -39,9 +39,9 @@ from quantkit.private.host.model import open_host, whole_text
 from quantkit.private.protect import PERMUTED, protect
 from quantkit.private.secret_files import read_token
 from quantkit.recipe import Measure, Recipe, check_recipe
+from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.generate import generate
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.session import all_logits, open_decoder
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "private-inference.md"
 TIMED = ({"model": "demo"}, {"model": "gpt2", "random_weights": True})
@@ -160,13 +160,13 @@ def accuracies(tokens: int) -> list[dict[str, Any]]:
                 return client.logits(made_BTI.astype(np.float32))
 
             subjects = {
-                "one piece": partial(all_logits, whole),
+                "one piece": whole.logits,
                 "split": split,
                 "split, float16 features": partial(split, wire=np.float16),
             }
             for name, logits in subjects.items():
                 found = measure_accuracy(
-                    reference=partial(all_logits, reference),
+                    reference=reference.logits,
                     quantized=logits,
                     token_ids=ids,
                     window=512,

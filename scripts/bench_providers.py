@@ -28,9 +28,6 @@ from typing import Any
 
 from peers.workplace import fingerprint
 
-from quantkit.model.inspect import inspect_source
-from quantkit.model.load import open_source
-from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.pipeline.write import write_float_model
 from quantkit.report.providers import bar, percent
 from quantkit.report.tables import Page, Table, to_markdown

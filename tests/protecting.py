@@ -20,7 +20,7 @@ from quantkit.private.host.model import whole_text
 from quantkit.private.keys import Key, fingerprint, open_key
 from quantkit.private.protect import protect
 from quantkit.recipe import Recipe, override
-from quantkit.runtime.session import cached_values, decoder_of
+from quantkit.runtime.decoder import cached_values, decoder_of
 
 ALL = ("residual", "ffn", "values")
 NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")

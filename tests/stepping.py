@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.runtime.session import start, step
+from quantkit.runtime.decoder import start, step
 
 
 def one_by_one(decoder, ids, mask=None, *, prompt, room=0):

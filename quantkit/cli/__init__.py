@@ -24,9 +24,10 @@ from quantkit.cli import serve_host  # isort: skip
 from quantkit.cli.app import app
 from quantkit.errors import InputError
 
-VERBS = (
-    inspect, quantize, generate, lm_eval, report, evaluate, bench, compare, package, doctor, protect, serve_host
-)  # fmt: skip
+__all__ = [
+    "app", "bench", "compare", "doctor", "evaluate", "generate", "inspect", "lm_eval", "main", "package",
+    "protect", "quantize", "report", "serve_host",
+]  # fmt: skip
 WRONG_INPUT = 2
 
 

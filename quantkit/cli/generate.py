@@ -6,10 +6,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -17,7 +18,17 @@ from quantkit.cli.app import AsJson, app
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
+    from quantkit.runtime.generate import Sampling
     from quantkit.runtime.tokenizer import Text
+
+
+class GenerateOptions(TypedDict):
+    """Arguments of both generate functions."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+
 
 UNFINISHED = "\ufffd"  # a tokenizer's sign for part of a character
 
@@ -47,7 +58,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with a quantized model; tokens appear as they are made."""
-    from quantkit.runtime.generate import Sampling, check_sampling, generate_tokens
+    from quantkit.runtime.generate import Sampling, check_sampling
+    from quantkit.runtime.generate import generate as generate_tokens
     from quantkit.runtime.session import open_session
     from quantkit.runtime.tokenizer import open_text
 
@@ -60,17 +72,19 @@ def generate(
     with _artifact(model, is_client=host is not None) as folder:
         text = open_text(folder)
         ids = [text.encode(prompt) for prompt in prompts]
+        options: GenerateOptions = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "stop_ids": text.stop_ids,
+        }
+        beginnings = prompts
         if host:
-            from quantkit.private.client.model import open_remote_session
-
-            session = open_remote_session(folder, host, token_file, features=features, threads=threads)
+            steps = _steps_from_host(folder, host, token_file, features, ids, threads, options)
         else:
             session = open_session(folder, threads=threads, provider=provider)
-        steps = generate_tokens(
-            session, ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=text.stop_ids
-        )
-        # Behind an encoder, the answer is a text of its own and not the prompt's continuation.
-        beginnings = [""] * len(prompts) if session.reads_and_answers else prompts
+            steps = generate_tokens(session, ids, **options)
+            if session.reads_and_answers:  # an answer is a text of its own and not the prompt's continuation
+                beginnings = [""] * len(prompts)
         if len(ids) == 1 and not as_json:
             for piece in _stream(beginnings[0], steps, text):
                 typer.echo(piece, nl=False)
@@ -91,14 +105,42 @@ def generate(
         typer.echo(f"[{number}] {beginning}{text.decode(row)}")
 
 
+def _steps_from_host(
+    folder: Path,
+    url: str,
+    token_file: Path | None,
+    features: str,
+    ids: Sequence[Sequence[int]],
+    threads: int | None,
+    options: GenerateOptions,
+) -> Iterator[list[int | None]]:
+    """Tokens step by step, computed by the client here and its host."""
+    from quantkit.private.client.connection import connect, split_url
+    from quantkit.private.client.model import generate_split, open_client
+    from quantkit.private.files import default_token_file
+    from quantkit.private.secret_files import read_token
+
+    split_url(url)
+    client = open_client(folder, threads=threads)
+    path = token_file or default_token_file(folder)
+    if not path.exists():
+        raise InputError(
+            "no token to show the host",
+            where=str(path),
+            next_step="copy the host's, and name it with --token-file",
+        )
+    opener = partial(connect, url, token=read_token(path), features=features)
+    return generate_split(client, opener, ids, **options)
+
+
 @contextmanager
 def _artifact(model: str, *, is_client: bool) -> Iterator[Path]:
     """The artifact's folder, or a temporary float export of a model that is no artifact."""
     from quantkit.private.files import require_side
-    from quantkit.runtime.traced import holds_model
+    from quantkit.runtime.graph import holds_model
 
     folder = Path(model).expanduser()
-    require_side(folder, is_half=is_client)
+    require_side(folder, is_client=is_client)
     if is_client or holds_model(folder):
         yield folder
         return

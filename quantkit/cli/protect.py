@@ -77,9 +77,8 @@ def protect(
     sides = {side: _side(made.num_planned[side], made.num_bytes[side]) for side in (HOST, CLIENT)}
     typer.echo(f"{made.folder / HOST}: {sides[HOST]}; give this to whoever computes")
     typer.echo(f"{made.folder / CLIENT}: {sides[CLIENT]}; as secret as the key")
-    typer.echo(
-        f"permuted: {', '.join(made.permutes)}; {made.scheme}; {made.bytes_per_token:,} bytes a token each way"
-    )
+    width = f"{made.bytes_per_token:,} bytes a token each way"
+    typer.echo(f"permuted: {', '.join(made.permutes)}; {made.scheme}; {width}")
     typer.echo(
         "this hides features from a look, not from an attack with the public weights: "
         "docs/private-inference.md, --audit"

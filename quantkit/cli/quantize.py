@@ -74,9 +74,7 @@ def quantize(
     statistics: Annotated[
         Path | None, typer.Option(help="keep calibration statistics in this folder, and use them again")
     ] = None,
-    resumes: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="continue an interrupted run")
-    ] = True,
+    resumes: Annotated[bool, typer.Option("--resume/--no-resume", help="continue an interrupted run")] = True,
     target: Annotated[
         str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu, npu  [default: cpu]")
     ] = None,
@@ -110,8 +108,7 @@ def quantize(
 ) -> None:
     """Quantize, export, check and measure a model; ends in a table and a report."""
     from quantkit.pipeline.quantize import quantize as quantize_model
-    from quantkit.report.document import holds_budget, report_json
-    from quantkit.report.quantization import quantization_page
+    from quantkit.report.quantization import quantization_page, report_json
     from quantkit.report.tables import print_page
 
     artifact = quantize_model(
@@ -158,7 +155,7 @@ def quantize(
     else:
         print_page(quantization_page(document))
         typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}")
-    finish(holds_budget(artifact.report))
+    finish(artifact.report.holds_budget)
 
 
 def parse_layers(texts: Sequence[str] | None) -> Mapping[str, str] | None:

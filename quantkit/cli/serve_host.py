@@ -55,9 +55,7 @@ def serve_host(
     host = open_host(folder, threads=threads, most_sessions=max_clients, most_tokens=max_tokens)
     path = token_file or default_token_file(folder)
     token = read_token(path) if path.exists() else make_token(path)
-    limits = host_server.Limits(
-        message_bytes=int(max_message_mb * (1 << 20)), idle_seconds=idle_timeout
-    )
+    limits = host_server.Limits(message_bytes=int(max_message_mb * (1 << 20)), idle_seconds=idle_timeout)
     server = host_server.HostServer((listen, port), host, token, limits)
 
     def announce(address: str, bound: int) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import InputError
+from quantkit.evaluation.models import open_measured
 from quantkit.export.written import held_bytes
 from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe
+from quantkit.runtime.graph import holds_model
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.session import Session, open_session
-from quantkit.runtime.traced import holds_model
+from quantkit.runtime.session import Session
 
 LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
 
@@ -27,7 +28,7 @@ class OpenArtifact:
     @property
     def context(self) -> int:
         """The most tokens that the model reads."""
-        return int(self.session.context or self.session.metadata.get("max_positions") or LARGEST_WINDOW)
+        return self.session.context or LARGEST_WINDOW
 
     @property
     def vocab_size(self) -> int | None:
@@ -73,7 +74,7 @@ def open_artifact(folder: Path, recipe: Recipe | None = None) -> OpenArtifact:
     """Open an artifact with its own recipe, or with another one."""
     recipe = recipe or stored_recipe(folder)
     threads = recipe.measure.threads or read_cpu().num_threads
-    return OpenArtifact(folder=folder, recipe=recipe, session=open_session(folder, threads=threads))
+    return OpenArtifact(folder=folder, recipe=recipe, session=open_measured(folder, threads=threads))
 
 
 def require_room(artifact: OpenArtifact, lengths: dict[str, int | None]) -> None:

@@ -1,4 +1,4 @@
-"""Benchmarks an artifact folder: speed and memory on the CPU, or speed and placement on execution providers."""
+"""Benchmarks an artifact: speed and memory on the CPU, or speed and placement on execution providers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from quantkit.evaluation.measurements import (
     Similarity,
 )
 from quantkit.evaluation.memory import floor_ms, run_and_measure
-from quantkit.evaluation.models import bytes_per_token, fitting, runs_of
+from quantkit.evaluation.models import bytes_per_token, fitting, open_measured, runs_of
 from quantkit.evaluation.reference import Reference, session_reference
 from quantkit.evaluation.similarity import measure_similarity
 from quantkit.evaluation.text import encoded_text, random_text
@@ -39,7 +39,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import Measure
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
-from quantkit.runtime.session import Session, open_session
+from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import TOKENIZER_FILE
 
 PROVIDER = "CPUExecutionProvider"
@@ -76,7 +76,7 @@ def measure(
     """
     measure, session = artifact.recipe.measure, artifact.session
     notes: list[str] = []
-    reference_session = open_session(reference, threads=artifact.threads) if reference else None
+    reference_session = open_measured(reference, threads=artifact.threads) if reference else None
     result: Accuracy | Similarity | TextPerplexity | None = accuracy
     if measure.accuracy and result is None:
         if artifact.recipe.random_weights:
@@ -234,7 +234,7 @@ def _latency(
 def _memory_floor_ms(artifact: OpenArtifact, lengths: tuple[int, int], notes: list[str]) -> float | None:
     """Milliseconds that reading weights and cache for one token takes at the bandwidth measured now."""
     session = artifact.session
-    if not session.generates or session.reads_and_answers:  # behind an encoder the share of weights is unknown
+    if not session.generates or session.reads_and_answers:  # unknown share of weights
         return None
     traffic = from_metadata(session.metadata)
     if traffic is None:

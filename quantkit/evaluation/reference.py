@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Logits
 from quantkit.evaluation.encoder_decoder import AnswerLogits
+from quantkit.evaluation.models import open_measured
 from quantkit.recipe import Recipe
-from quantkit.runtime.session import Session, open_session
-from quantkit.runtime.traced import holds_model
+from quantkit.runtime.graph import holds_model
+from quantkit.runtime.session import Session
 
 if TYPE_CHECKING:
     from quantkit.model.load import Source
@@ -53,7 +54,7 @@ def named_reference(name: str, session: Session, threads: int) -> Reference:
 
     folder = Path(name).expanduser()
     if holds_model(folder):
-        reference = session_reference(open_session(folder, threads=threads))
+        reference = session_reference(open_measured(folder, threads=threads))
     else:
         reference = transformers_reference(with_weights(open_source(name), random_weights=False))
     if reference.reads_and_answers != session.reads_and_answers:

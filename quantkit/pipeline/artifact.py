@@ -15,14 +15,16 @@ from quantkit.evaluation.artifact import OpenArtifact, require_room, stored_reci
 from quantkit.evaluation.benchmark import Benchmark, benchmark, benchmark_providers
 from quantkit.evaluation.evaluate import Evaluation, evaluate
 from quantkit.evaluation.measurements import ProviderRun
+from quantkit.evaluation.models import open_measured
 from quantkit.pipeline.options import Options, with_options
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
-from quantkit.report.document import Report, read_report
-from quantkit.runtime.generate import Sampling, generate_tokens
+from quantkit.report.document import Report
+from quantkit.report.stored import read_report
+from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.providers.trial import Asked
-from quantkit.runtime.session import Session, open_session
+from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import Text, open_text
 
 
@@ -59,7 +61,7 @@ class Artifact:
     @cached_property
     def session(self) -> Session:
         """The open model; it runs token ids."""
-        return open_session(self.folder, threads=self.threads, provider=self._provider)
+        return open_measured(self.folder, threads=self.threads, provider=self._provider)
 
     @cached_property
     def tokenizer(self) -> Text:
@@ -71,20 +73,22 @@ class Artifact:
         return self._report or read_report(self.folder)
 
     @overload
-    def generate(self, prompts: str, *, max_new_tokens: int = ..., sampling: Sampling = ...) -> str: ...
+    def generate(
+        self, prompts: str, *, max_new_tokens: int = ..., sampling: Sampling | None = ...
+    ) -> str: ...
     @overload
     def generate(
-        self, prompts: Sequence[str], *, max_new_tokens: int = ..., sampling: Sampling = ...
+        self, prompts: list[str], *, max_new_tokens: int = ..., sampling: Sampling | None = ...
     ) -> list[str]: ...
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | list[str],
         *,
         max_new_tokens: int = 64,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling | None = None,
     ) -> str | list[str]:
-        """Continue a text, or several as a batch; prompts are not repeated. Greedy unless sampling says else."""
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        """Continue a text, or several as a batch; prompts are not repeated. Sampling is greedy by default."""
+        batch = [prompts] if isinstance(prompts, str) else prompts
         token_rows: list[list[int]] = [[] for _ in batch]
         for step in self.stream_tokens(batch, max_new_tokens=max_new_tokens, sampling=sampling):
             for row, token in zip(token_rows, step, strict=True):
@@ -94,10 +98,10 @@ class Artifact:
         return texts[0] if isinstance(prompts, str) else texts
 
     def stream_tokens(
-        self, prompts: Sequence[str], *, max_new_tokens: int = 64, sampling: Sampling = Sampling()
+        self, prompts: Sequence[str], *, max_new_tokens: int = 64, sampling: Sampling | None = None
     ) -> Iterator[list[int | None]]:
         """Token ids step by step, one for each prompt; None for a text that has ended."""
-        return generate_tokens(
+        return generate(
             self.session,
             [self.tokenizer.encode(prompt) for prompt in prompts],
             max_new_tokens=max_new_tokens,
@@ -119,7 +123,9 @@ class Artifact:
                 next_step="artifact.logits(ids) gives a decoder's logits",
             )
         batch = [texts] if isinstance(texts, str) else list(texts)
-        outputs = [self.session.logits(np.array([self.tokenizer.encode(text)], np.int64))[0] for text in batch]
+        outputs = [
+            self.session.logits(np.array([self.tokenizer.encode(text)], np.int64))[0] for text in batch
+        ]
         return np.stack([states.mean(axis=0) if states.ndim > 1 else states for states in outputs])
 
     def evaluate(
@@ -159,9 +165,7 @@ class Artifact:
         """(speed, placement and accuracy on each execution provider, notes); one process a provider."""
         artifact = self._opened(prompt=prompt, decode=decode)
         require_room(artifact, {"--prompt": prompt, "--decode": decode})
-        return benchmark_providers(
-            artifact, providers, time_limit=time_limit, progress=Progress(quiet=quiet)
-        )
+        return benchmark_providers(artifact, providers, time_limit=time_limit, progress=Progress(quiet=quiet))
 
     def _opened(self, **options: Unpack[Options]) -> OpenArtifact:
         recipe = with_options(self.recipe, {**options, "threads": self.threads})

@@ -22,7 +22,12 @@ Tokens = NDArray[np.int64]
 
 
 def calibration_windows(
-    recipe: Recipe, source: Source, model_map: ModelMap, *, windows: int | None = None, length: int | None = None
+    recipe: Recipe,
+    source: Source,
+    model_map: ModelMap,
+    *,
+    windows: int | None = None,
+    length: int | None = None,
 ) -> Tokens:
     """Windows of the calibration text [N, T]; random ids for random weights, which no text fits."""
     context = context_length(model_map)

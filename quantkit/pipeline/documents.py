@@ -84,7 +84,7 @@ def write_reports(folder: Path, report: Report) -> None:
 
 
 def write_manifest(folder: Path, written: Written) -> None:
-    """Versions, plan, and a hash of every file; written last, so its presence says that the folder is whole."""
+    """Versions, plan, and a hash of every file; written last, as the sign of a whole folder."""
     recipe, placement = written.recipe, written.exported.placement
     manifest = {
         "quantkit": quantkit.__version__,

@@ -46,7 +46,7 @@ from quantkit.quantization.rounding import PLAIN
 from quantkit.quantization.rounding.apply import Evidences, quantized_parts, weight_name
 from quantkit.quantization.rounding.errors import Sums
 from quantkit.recipe import Static
-from quantkit.runtime.session import MODEL_FILE
+from quantkit.runtime.graph import MODEL_FILE
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, read_stop_ids
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -71,7 +71,7 @@ class ExportJob:
     original: Path | None = None  # folder of the source; a traced model needs it
     single_file_bytes: int = 64 << 20  # larger weights lie beside the graph
     keeps_checkpoint: bool = False
-    static: Static = Static()  # lengths of a target with fixed shapes
+    static: Static = field(default_factory=Static)  # lengths of a target with fixed shapes
     windows_NT: NDArray[np.int64] | None = None  # calibration text of a target with fixed shapes
 
     @property
@@ -115,7 +115,7 @@ def projection_formats(
     """The format of every projection, as the target computes it.
 
     A static graph has one format, except for a head between 16-bit values: the head loses most of all
-    projections, and stored in two halves, which the embedding reads too, it takes no more than a table beside.
+    projections. Stored in two halves, which the embedding reads too, it takes no more space.
     """
     scheme, target = SCHEMES[scheme_name], TARGETS[target_name]
     if target.is_static:

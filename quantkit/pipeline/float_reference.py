@@ -1,4 +1,4 @@
-"""The float reference of an artifact: the original as the same graph in float32, and what is measured beside it."""
+"""The float reference of an artifact: the original as the same graph in float32."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 from quantkit.errors import InputError
 from quantkit.evaluation.artifact import open_artifact
 from quantkit.evaluation.measure import Measured, measure
+from quantkit.evaluation.models import why_not_measured
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.pipeline.export import float_bytes
 from quantkit.pipeline.write import Written, write_float
 from quantkit.recipe import Measure
-from quantkit.runtime.session import open_session
-from quantkit.runtime.traced import NotTextError
 
 CONFIG_FILES = ("config.json", "generation_config.json")  # they name a decoder's first token
 SAFE_SHARE = 0.6  # of the free memory that a float reference may take
@@ -42,7 +40,7 @@ class Twin:
 def float_twin(written: Written, folder: Path) -> Iterator[Twin]:
     """The original as the same graph in float32, where it is needed and memory and disk allow."""
     resolved, wanted = written.prepared.resolved, written.recipe.measure
-    reason = why_not_measured(written, folder)
+    reason = _why_not(written, folder)
     if reason or not measures_anything(wanted):
         yield Twin(note=reason and f"the model is exported and checked, but not measured: {reason}")
         return
@@ -78,24 +76,16 @@ def _write_twin(written: Written, folder: Path) -> Twin:
     return Twin(folder=folder, num_bytes=exported.num_bytes)
 
 
-def why_not_measured(written: Written, folder: Path) -> str:
-    """Why no session runs this model, or ""; a tracer may write graphs with other inputs than text."""
-    if written.exported.kind != "traced":
-        return ""
-    try:
-        session = open_session(folder)
-        if not session.generates:
-            session.logits(np.ones((1, 2), np.int64))
-    except (NotTextError, InputError) as error:
-        return str(error)
-    return ""
+def _why_not(written: Written, folder: Path) -> str:
+    """Why no session runs this model, or ""; a tracer may write graphs of other inputs than text."""
+    return (written.exported.kind == "traced" and why_not_measured(folder)) or ""
 
 
 def measure_written(written: Written, folder: Path, twin: Twin) -> Measured:
     """Accuracy beside the original in transformers, latency and memory beside the float twin."""
     resolved, wanted = written.prepared.resolved, written.recipe.measure
     notes = (twin.note,) if twin.note else ()
-    if why_not_measured(written, folder) or not measures_anything(wanted):
+    if _why_not(written, folder) or not measures_anything(wanted):
         return Measured(notes=notes)
     measured = measure(
         open_artifact(folder, written.recipe),
@@ -105,5 +95,3 @@ def measure_written(written: Written, folder: Path, twin: Twin) -> Measured:
         progress=resolved.progress,
     )
     return replace(measured, notes=(*notes, *measured.notes))
-
-

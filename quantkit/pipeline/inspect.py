@@ -1,6 +1,6 @@
 """Inspects a model: its layers, the plan, and its costs. No weights are read.
 
-    Recipe -> model -> ModelMap -> Plan -> Specification
+Recipe -> model -> ModelMap -> Plan -> Specification
 """
 
 from __future__ import annotations

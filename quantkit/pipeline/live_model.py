@@ -1,4 +1,4 @@
-"""A live transformers module as a source: saved to a temporary folder, so that it takes the way of every model.
+"""A live transformers module as a source, saved to a temporary folder.
 
 The folder costs disk space, and every feature works without a second path through the pipeline: tracing,
 references in transformers, streaming of blocks, fingerprints. The module itself is not changed.
@@ -11,18 +11,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.model.load import Source, open_source
 from quantkit.runtime.machine.throughput import cache_folder
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 @contextmanager
-def saved_model(model: nn.Module, tokenizer: Any) -> Iterator[tuple[Source, str | None]]:
+def saved_model(model: Any, tokenizer: Any) -> Iterator[tuple[Source, str | None]]:
     """(the source of a live module and its tokenizer, the name or path that it was loaded from)."""
     if not hasattr(model, "save_pretrained"):
         raise InputError(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantkit.errors import InputError
 from quantkit.export.written import Written, read_written
-from quantkit.runtime.session import DECODE_FILE, MODEL_FILE, PROMPT_FILE
+from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 
 PACKAGE = Path(__file__).parents[1]
 RUNNER, STATIC_RUNNER, DEVICE = (  # the last is what both runners stand on

@@ -190,7 +190,8 @@ def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Pr
 def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """(peaks of one pass over a few windows, notes); one block's weights are in memory at a time."""
     resolved, model_map = prepared.resolved, prepared.model_map
-    recipe, notes = resolved.recipe, ()
+    recipe = resolved.recipe
+    notes: tuple[str, ...] = ()
     length = min(QUICK_LENGTH, context_length(model_map) or QUICK_LENGTH)
     try:
         windows_NT = calibration_windows(
@@ -210,7 +211,10 @@ def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tupl
 
 
 def _search_strengths(
-    prepared: Prepared, transform: str, statistics: Mapping[str, Evidence], scaled_by: Mapping[str, NDArray[Any]]
+    prepared: Prepared,
+    transform: str,
+    statistics: Mapping[str, Evidence],
+    scaled_by: Mapping[str, NDArray[Any]],
 ) -> tuple[Smoothing, ...]:
     """The smoothing strength of each space with the smallest error of its readers' outputs."""
     recipe, model_map = prepared.resolved.recipe, prepared.model_map

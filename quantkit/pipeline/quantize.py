@@ -1,6 +1,6 @@
 """The main job on one screen: a recipe in, a verified artifact and its report out.
 
-    recipe -> resolved -> prepared -> written -> measured -> report
+recipe -> resolved -> prepared -> written -> measured -> report
 """
 
 from __future__ import annotations

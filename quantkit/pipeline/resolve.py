@@ -140,7 +140,7 @@ def default_fit(recipe: Recipe) -> str:
 
 
 def default_transforms(recipe: Recipe, model_map: ModelMap, kind: str) -> dict[str, Any]:
-    """Quick smoothing of decoders: outlier channels spoil the scales of whole blocks, a look takes seconds."""
+    """Quick smoothing of decoders: outlier channels spoil the scales of whole blocks."""
     is_smoothed = kind == "decoder" and not recipe.random_weights and bool(smoothable(model_map))
     return {"transforms": ["smoothquant"], "smoothing": "quick"} if is_smoothed else {"transforms": []}
 

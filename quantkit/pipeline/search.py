@@ -22,6 +22,7 @@ from quantkit.evaluation.accuracy import Logits, measure_accuracy
 from quantkit.evaluation.artifact import open_artifact
 from quantkit.evaluation.measure import accuracy_of
 from quantkit.evaluation.measurements import Accuracy
+from quantkit.evaluation.models import open_measured
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.weights.open import reference_logits
@@ -41,7 +42,6 @@ from quantkit.quantization.sensitivity import format_named, measure_sensitivity
 from quantkit.recipe import Budget as RecipeBudget
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.machine.throughput import cache_folder
-from quantkit.runtime.session import open_session
 
 SEARCHED = ("int8_block32", "int8_block128", "int4_block32", "int4_block64", "int4_block128")
 TABLE_TOKENS = 1024  # on which every pack and format is tried
@@ -156,22 +156,18 @@ def start_search(prepared: Prepared, folder: Path) -> RunningSearch:
         trial.mkdir(parents=True)
         chosen = {layer: choices[unit.name] for unit in options for layer in unit.layers}
         export(export_job(prepared, {**recipe.layers, **chosen}), trial)
-        session = open_session(trial)
+        session = open_measured(trial)
         loss = loss_on(original, session.logits, searched_NT)
         del session
         shutil.rmtree(trial, ignore_errors=True)
         return loss
 
     limits = Budget(max_ppl_increase=recipe.budget.max_ppl_increase, max_kl=recipe.budget.max_kl)
-    table = Search(
-        units=priced, evaluate=evaluate, budget=limits, limit=recipe.budget.evaluations, tried={}
-    )
+    table = Search(units=priced, evaluate=evaluate, budget=limits, limit=recipe.budget.evaluations, tried={})
     return RunningSearch(prepared=prepared, table=table, left_out=left_out)
 
 
-def sensitivity(
-    recipe: Recipe, *, resumes: bool = True, quiet: bool = False
-) -> tuple[Resolved, Sensitivity]:
+def sensitivity(recipe: Recipe, *, resumes: bool = True, quiet: bool = False) -> tuple[Resolved, Sensitivity]:
     """The loss of every pack alone, in every format that a search would try."""
     resolved = resolve(recipe, Progress(quiet=quiet), resumes=resumes)
     prepared = prepare(resolved)

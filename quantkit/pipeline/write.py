@@ -13,7 +13,7 @@ from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.pipeline.calibration_text import calibration_windows
-from quantkit.pipeline.export import ExportJob, Exported, export_dynamic, export_float, write_companions
+from quantkit.pipeline.export import Exported, ExportJob, export_dynamic, export_float, write_companions
 from quantkit.pipeline.export_static import export_static
 from quantkit.pipeline.prepare import Prepared
 from quantkit.pipeline.resolve import Resolved, plan_of
@@ -26,7 +26,7 @@ from quantkit.quantization.layout import Contents
 from quantkit.quantization.rounding.errors import LayerLoss, Sums
 from quantkit.quantization.search import SearchResult
 from quantkit.recipe import Recipe, override
-from quantkit.runtime.session import cached_values, open_decoder
+from quantkit.runtime.decoder import cached_values, open_decoder
 
 CACHE_WINDOWS = 8  # of calibration text; cache ranges settle soon, as every position counts
 Layers = Mapping[str, str]  # pattern -> a scheme of its own, or "float"
@@ -139,9 +139,7 @@ def quantize_cache(resolved: Resolved, prepared: Prepared, exported: Exported) -
     windows_NT = calibration_windows(resolved.recipe, resolved.source, model_map)[:CACHE_WINDOWS]
     peaks: dict[str, CachePeaks] = {}
     decoder = open_decoder(exported.folder)
-    with resolved.progress.stage(
-        "ranges of the cache", total=int(windows_NT.size), unit="tokens"
-    ) as count:
+    with resolved.progress.stage("ranges of the cache", total=int(windows_NT.size), unit="tokens") as count:
         for window_T in windows_NT:
             values = cached_values(decoder, window_T[None])
             for number, block in enumerate(model_map.blocks):

@@ -22,8 +22,8 @@ from quantkit.export.fused.split import read_blocks
 from quantkit.model.model_map import Block, EmbeddingKind, ModelMap, Role
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.export import NOTHING
-from quantkit.pipeline.prepare import discard, planned, prepare
-from quantkit.pipeline.resolve import job_of, open_model
+from quantkit.pipeline.prepare import discard, prepare
+from quantkit.pipeline.resolve import resolve
 from quantkit.plan.formats import Grid
 from quantkit.plan.select import choose
 from quantkit.private.files import HOST, read_half
@@ -50,7 +50,7 @@ from quantkit.quantization.transforms.basis import Space
 from quantkit.quantization.transforms.draft import opened, row_chunks
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe
-from quantkit.runtime.session import MODEL_FILE
+from quantkit.runtime.graph import MODEL_FILE
 
 Floats = NDArray[np.float32]
 Order = NDArray[np.int64]
@@ -113,7 +113,7 @@ def audit(recipe: Recipe, *, host: Path, key_file: Path, permutes: Collection[st
     check_permutes(permutes)
     half = read_half(host, HOST)
     progress = Progress()
-    given = open_model(recipe, progress)
+    given = resolve(recipe, progress)
     require_decoder(given)
     model_map, recipe = given.model_map, given.recipe
     if half.width != model_map.hidden_size:
@@ -126,10 +126,10 @@ def audit(recipe: Recipe, *, host: Path, key_file: Path, permutes: Collection[st
     found = list(
         attack(model_map, given.weights, host / MODEL_FILE, key, permutes, weights="as given", is_given=True)
     )
-    prepared = prepare(job_of(given, progress), model_map, given.weights)
+    prepared = prepare(given)
     plans = {
         "float32": choose(prepared.model_map, min_dim=NOTHING),
-        recipe.scheme: planned(recipe, prepared.model_map),
+        recipe.scheme: prepared.plan,
     }
     for name, plan in plans.items():
         for chosen in (("residual",), ("residual", "ffn", "values")):

@@ -56,3 +56,23 @@ def read_half(folder: Path, kind: str) -> Half:
         raise InputError(
             f"its manifest is damaged ({error!r})", where=str(folder), next_step="copy the folder again"
         ) from error
+
+
+def default_token_file(folder: Path) -> Path:
+    """The token file of both sides where none is named: beside their folders."""
+    return folder.absolute().parent / "host.token"
+
+
+def require_side(folder: Path, *, is_client: bool) -> None:
+    """Refuse half a model where a whole one is needed, and a whole one where the client is needed."""
+    if is_client:
+        read_half(folder, CLIENT)
+        return
+    kind = kind_of(folder)
+    if kind is not None:
+        raise InputError(
+            f"this is the {kind} side of a protected model and says nothing alone",
+            where=str(folder),
+            next_step=f"quantkit generate {folder.parent / CLIENT} --host URL, where 'quantkit serve-host "
+            f"{folder.parent / HOST}' runs",
+        )

@@ -22,10 +22,16 @@ from quantkit.export.graph import save
 from quantkit.export.rotary import context_of
 from quantkit.model.model_map import ModelMap, to_json
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.artifact import MANIFEST, folder_bytes, hash_files, new_artifact
-from quantkit.pipeline.export import TRANSPOSED, WEIGHTS_FILE, describe, formats_on, kind_of, write_companions
-from quantkit.pipeline.prepare import discard, planned, prepare
-from quantkit.pipeline.resolve import Opened, job_of, open_model
+from quantkit.pipeline.export import (
+    TRANSPOSED,
+    WEIGHTS_FILE,
+    checkpoint_header,
+    projection_formats,
+    write_companions,
+)
+from quantkit.pipeline.folder import MANIFEST, folder_bytes, hash_files, new_artifact
+from quantkit.pipeline.prepare import discard, prepare
+from quantkit.pipeline.resolve import Resolved, resolve
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
 from quantkit.plan.targets import TARGETS
@@ -41,7 +47,7 @@ from quantkit.quantization.transforms.permutation import permute
 from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe, dump_recipe
-from quantkit.runtime.session import MODEL_FILE
+from quantkit.runtime.graph import MODEL_FILE
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_CONTEXT = 2048  # of a model that names none, as for a model in one piece
@@ -84,15 +90,15 @@ def protect(
             next_step="choose a place outside of it",
         )
     progress = Progress(quiet=quiet)
-    opened = open_model(recipe, progress)
+    opened = resolve(recipe, progress)
     recipe = opened.recipe
     require_decoder(opened)
     model = fingerprint(opened.source.config, opened.model_map, opened.weights)
     with new_artifact(output, force=force) as partial:
         makes_key = not key_file.exists()
         key = create_key(key_file, model) if makes_key else open_key(key_file, model)
-        prepared = prepare(job_of(opened, progress), opened.model_map, opened.weights)
-        plan = planned(recipe, prepared.model_map)
+        prepared = prepare(opened)
+        plan = prepared.plan
         contents = contents_for(recipe, prepared.model_map, plan)
         weights = in_secret_order(prepared.model_map, prepared.weights, key, permutes)
         host, client = (
@@ -136,10 +142,10 @@ def check_permutes(permutes: Collection[str]) -> None:
         )
 
 
-def require_decoder(opened: Opened) -> None:
+def require_decoder(opened: Resolved) -> None:
     """Refuse what cannot be split, with the reason."""
     recipe, model_map = opened.recipe, opened.model_map
-    if kind_of(model_map) != "decoder":
+    if opened.kind != "decoder":
         raise InputError(
             f"{model_map.architecture} is not written as a fused decoder, and only those are split",
             where=model_map.name,
@@ -178,7 +184,7 @@ def in_secret_order(
 
 def contents_for(recipe: Recipe, model_map: ModelMap, plan: Plan) -> Contents:
     """What the whole model would hold."""
-    formats = formats_on(model_map, recipe.scheme, recipe.target, recipe.layers)
+    formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
     return contents_of(model_map, plan, formats, table_grid=SCHEMES[recipe.scheme].head.grid)
 
 
@@ -243,7 +249,7 @@ def _write_weights(
         folder / WEIGHTS_FILE,
         side.contents.tensors(),
         side.renamed(parts),
-        describe(side.model_map, side.plan, side.contents, recipe.scheme, recipe.fit),
+        checkpoint_header(side.model_map, side.plan, side.contents, recipe.scheme, recipe.fit),
     )
 
 

@@ -77,3 +77,8 @@ class Report:
     smoothing: tuple[Smoothing, ...] = ()
     search: SearchResult | None = None
     shape_times: tuple[ShapeTime, ...] = ()  # where sizes were chosen by measuring
+
+    @property
+    def holds_budget(self) -> bool:
+        """Whether the artifact keeps the budget of its search; True without a search."""
+        return self.search is None or self.search.holds

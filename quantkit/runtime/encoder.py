@@ -7,20 +7,21 @@ stands at the beginning of its places; of what it gives for the places behind th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.runtime.graph import Floats, Ints, Kind, NotTextError, metadata_of, open_model_file, threads_of
 from quantkit.runtime.providers.placement import TYPES
-from quantkit.runtime.session import MODEL_FILE, Floats, Ints, open_session
 
 ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,38 +31,68 @@ class Encoder:
     session: onnxruntime.InferenceSession
     inputs: Mapping[str, tuple[int | str, ...]]  # name -> shape; a name stands for a free size
     outputs: tuple[str, ...]
-    length: int | None = None  # places of a graph of fixed sizes
+    folder: Path = Path()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    fixed_length: int | None = None
+    kind: ClassVar[Kind] = "encoder"
+    generates: ClassVar[bool] = False
+    reads_and_answers: ClassVar[bool] = False
+    vocab_size: ClassVar[int | None] = None
+    start_ids: ClassVar[tuple[int, ...]] = ()
+    cache_number_bytes: ClassVar[int] = FLOAT_BYTES
+
+    @property
+    def threads(self) -> int:
+        return threads_of(self.session)
+
+    @property
+    def context(self) -> int | None:
+        return self.metadata.get("max_positions")
 
     @property
     def types(self) -> Mapping[str, Any]:
-        """What each input is given as."""
-        return {each.name: TYPES.get(each.type, np.int64) for each in self.session.get_inputs()}
+        """Number type of each input."""
+        return {value.name: TYPES.get(value.type, np.int64) for value in self.session.get_inputs()}
+
+    def logits(self, ids: Ints) -> Floats:
+        return encode(self, ids)[self.outputs[0]]
+
+    def answer_logits(self, encoder_ids: Ints, ids: Ints) -> Floats:
+        raise AssertionError("no decoder answers behind this encoder")
+
+    def begin(self, prompts: Sequence[Sequence[int]], num_new: int) -> NoReturn:
+        raise InputError(
+            "an encoder writes no text",
+            where=str(self.folder),
+            allowed="a decoder",
+            next_step="'quantkit package' brings a runner that prints what it says of a text",
+        )
 
 
 def open_encoder(folder: Path, *, threads: int | None = None) -> Encoder:
     """Open an artifact, or one file of it."""
-    path = folder / MODEL_FILE if folder.is_dir() else folder
-    session = open_session(path, threads=threads)
-    if "input_ids" not in {each.name for each in session.get_inputs()}:
-        raise InputError(
-            "not a model that reads tokens (no input_ids)",
-            where=str(path),
-            allowed="an encoder, or a decoder from the beginning of a text",
-        )
-    return encoder_of(session)
+    return encoder_of(open_model_file(folder, threads=threads), folder)
 
 
-def encoder_of(session: onnxruntime.InferenceSession) -> Encoder:
-    """A session on any provider."""
+def encoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> Encoder:
+    """An encoder from a session on any provider."""
     # An input with a default, such as how many positions get logits, is an initializer to onnxruntime.
     declared = (*session.get_inputs(), *session.get_overridable_initializers())
-    inputs = {each.name: tuple(each.shape) for each in declared}
+    inputs = {value.name: tuple(value.shape) for value in declared}
+    if "input_ids" not in inputs:
+        raise NotTextError(
+            "not a model that reads tokens (no input_ids)",
+            where=str(folder),
+            allowed="an encoder, or a decoder from the beginning of a text",
+        )
     size = inputs["input_ids"][-1]
     return Encoder(
         session=session,
         inputs=inputs,
-        outputs=tuple(each.name for each in session.get_outputs()),
-        length=size if isinstance(size, int) else None,
+        outputs=tuple(value.name for value in session.get_outputs()),
+        folder=folder,
+        metadata=metadata_of(session),
+        fixed_length=size if isinstance(size, int) else None,
     )
 
 
@@ -75,7 +106,7 @@ def encode(
 ) -> dict[str, Floats]:
     """Every output for a batch of texts, [batch, sequence]; `others` are further inputs by name."""
     shown = np.ones_like(ids) if mask is None else mask
-    if encoder.length is not None:
+    if encoder.fixed_length is not None:
         kinds = np.zeros_like(ids) if token_types is None else token_types
         return _encode_fixed(encoder, {"input_ids": ids, "attention_mask": shown, "token_type_ids": kinds})
     feeds: dict[str, NDArray[Any]] = {
@@ -101,7 +132,7 @@ def encode(
 
 def _encode_fixed(encoder: Encoder, batch: Mapping[str, Ints]) -> dict[str, Floats]:
     """Text by text, each filled up to the graph's length behind its end."""
-    count, length = batch["input_ids"].shape[1], encoder.length or 0
+    count, length = batch["input_ids"].shape[1], encoder.fixed_length or 0
     if count > length:
         raise InputError(
             f"a text of {count} tokens",

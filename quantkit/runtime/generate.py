@@ -8,14 +8,59 @@ reach p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.session import Decoder, start, step
+from quantkit.runtime.graph import Floats, Ints
+
+
+class Batch(Protocol):
+    """A batch of prompts and their KV caches, with room for the new tokens; rows may end one by one."""
+
+    def read(self) -> Floats:
+        """Read the prompts; logits of the first new token, [batch, vocabulary]."""
+
+    def step(self, tokens: Ints, open_rows: Sequence[int], /) -> Floats:
+        """Append a token to every row; logits of the next, which count for the open rows alone."""
+
+
+class Generating(Protocol):
+    """A model that `generate` continues texts with."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    def begin(self, prompts: Sequence[Sequence[int]], num_new: int, /) -> Batch:
+        """Caches for some prompts and `num_new` tokens after each; InputError where that is too long."""
+
+
+class Row(Protocol):
+    """One prompt and its KV cache."""
+
+    def read(self) -> Floats: ...
+    def step(self, token: int, /) -> Floats: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class RowByRow:
+    """A batch of a model that runs its rows one by one."""
+
+    rows: Sequence[Row]
+    logits: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
+
+    def read(self) -> Floats:
+        self.logits = np.stack([row.read() for row in self.rows])
+        return self.logits
+
+    def step(self, tokens: Ints, open_rows: Sequence[int]) -> Floats:
+        for row in open_rows:
+            self.logits[row] = self.rows[row].step(int(tokens[row]))
+        return self.logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +117,7 @@ def choose_tokens(
 
 
 def generate(
-    decoder: Decoder,
+    model: Generating,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -80,50 +125,12 @@ def generate(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[list[int | None]]:
     """The next token of every row, step by step; None for a row that has ended."""
-    sampling = checked(sampling, prompts, decoder.vocab_size)
-    longest = max(len(prompt) for prompt in prompts)
-    state = start(decoder, batch=len(prompts), capacity=longest + max_new_tokens)
-    ids = np.zeros((len(prompts), longest), np.int64)
-    mask = np.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = prompt
-        mask[row, : len(prompt)] = 1
-    yield from continue_rows(
-        step(state, ids, mask),
-        lambda tokens, _: step(state, tokens[:, None]),
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_ids=stop_ids,
-    )
-
-
-def checked(sampling: Sampling | None, prompts: Sequence[Sequence[int]], vocab_size: int) -> Sampling:
-    """How tokens are chosen, greedily by default; what no model can go on from is refused."""
     sampling = sampling or Sampling()
     check_sampling(sampling)
-    if not prompts or any(not prompt for prompt in prompts):
-        raise InputError("an empty prompt gives the model nothing to go on from", where="prompt")
-    too_large = max(max(prompt) for prompt in prompts)
-    if too_large >= vocab_size:
-        raise InputError(
-            f"the tokenizer made id {too_large}, and the model has {vocab_size} tokens",
-            where="prompt",
-            next_step="the tokenizer belongs to another model; copy the one that the checkpoint came with",
-        )
-    return sampling
-
-
-def continue_rows(
-    logits: NDArray[np.float32],
-    advance: Callable[[NDArray[np.int64], list[int]], NDArray[np.float32]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop_ids: frozenset[int],
-) -> Iterator[list[int | None]]:
-    """Tokens step by step from the logits after the prompts; `advance` is told tokens and the open rows."""
+    check_prompts(prompts, model.vocab_size)
+    batch = model.begin(prompts, max_new_tokens)
     random = np.random.default_rng(sampling.seed)
-    open_rows = list(range(len(logits)))
+    logits, open_rows = batch.read(), list(range(len(prompts)))
     for count in range(max_new_tokens):
         tokens_B = choose_tokens(logits, sampling, random)
         tokens: list[int] = tokens_B.tolist()
@@ -131,4 +138,16 @@ def continue_rows(
         open_rows = [row for row in open_rows if tokens[row] not in stop_ids]
         if not open_rows or count + 1 == max_new_tokens:
             return
-        logits = advance(tokens_B, open_rows)
+        logits = batch.step(tokens_B, open_rows)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int | None) -> None:
+    if not prompts or any(not prompt for prompt in prompts):
+        raise InputError("an empty prompt gives the model nothing to go on from", where="prompt")
+    largest = max(max(prompt) for prompt in prompts)
+    if vocab_size is not None and largest >= vocab_size:
+        raise InputError(
+            f"the tokenizer made id {largest}, and the model has {vocab_size} tokens",
+            where="prompt",
+            next_step="the tokenizer belongs to another model; copy the one that the checkpoint came with",
+        )

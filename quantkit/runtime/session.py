@@ -1,322 +1,119 @@
-"""A decoder in onnxruntime with its key-value cache in place: bound once, written by every step.
+"""A session: an open artifact that runs, whatever its graphs are.
 
-Past and present of each layer are the same buffer, as long as the context allows, so that a step moves
-the new token's keys and values and nothing else. Rows of a batch have lengths of their own: shorter prompts
-are padded on the right, and what follows takes the place of the padding, so that a row of a batch sums over
-the same numbers in the same order as a row alone.
+The kind is read first: from the files of the folder, then from the metadata and the cache inputs of the
+graph, which is opened once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.huge_pages import huge_pages
-from quantkit.runtime.machine.facts import read_cpu
+from quantkit.runtime.decoder import decoder_of
+from quantkit.runtime.encoder import encoder_of
+from quantkit.runtime.generate import Generating
+from quantkit.runtime.graph import (
+    ENCODER_FILE,
+    MODEL_FILE,
+    PAST,
+    Floats,
+    Ints,
+    Kind,
+    holds_static,
+    metadata_of,
+    open_graph,
+)
+from quantkit.runtime.static_decoder import open_static_decoder
+from quantkit.runtime.traced import open_encoder_decoder, traced_decoder
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
-MODEL_FILE = "model.onnx"
-PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"  # of a decoder whose shapes are fixed
-CACHE_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
-}
 
+class Session(Generating, Protocol):
+    """An open artifact; `begin` and `vocab_size` come from `Generating`."""
 
-@dataclass(kw_only=True, slots=True)
-class Decoder:
-    """An open model."""
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
 
-    session: onnxruntime.InferenceSession
-    caches: tuple[tuple[str, str, int, int], ...]  # past name, present name, heads, head size
-    context: int
-    vocab_size: int
-    metadata: dict[str, Any] = field(default_factory=dict)
-    cache_type: Any = np.float32  # int8 where the cache was quantized too
-    spare: list[NDArray[Any]] = field(default_factory=list)  # memory of caches that are no longer used
+    @property
+    def context(self) -> int | None:
+        """Most tokens that it reads, of prompt and answer together; None where the graph names no limit."""
+
+    @property
+    def fixed_length(self) -> int | None:
+        """Tokens that a graph of fixed shapes reads at once; None where any number can be read."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it predicts the next token and can be continued with `begin`."""
+
+    @property
+    def reads_and_answers(self) -> bool:
+        """Whether an encoder reads the prompt and a decoder answers."""
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """Tokens that the decoder behind an encoder begins with; else empty."""
+
+    @property
+    def cache_number_bytes(self) -> int:
+        """Bytes of one number of the KV cache."""
+
+    def logits(self, ids: Ints, /) -> Floats:
+        """Next-token logits at all positions, [batch, sequence, vocabulary]; an encoder's first output."""
+
+    def answer_logits(self, encoder_ids: Ints, ids: Ints, /) -> Floats:
+        """Logits of the decoder's tokens `ids` after its encoder has read `encoder_ids`."""
 
 
 def open_session(
-    path: Path,
+    folder: Path,
     *,
     threads: int | None = None,
-    providers: Sequence[str] = ("CPUExecutionProvider",),
-    spins: bool = True,
-) -> onnxruntime.InferenceSession:
-    """A session; a file that onnxruntime refuses is the caller's wrong input.
+    provider: str | None = None,
+    with_all_logits: Callable[[Path], bytes] | None = None,
+) -> Session:
+    """Open an artifact of any kind.
 
-    Its threads wait for the next run with their hands on the processor, unless another session needs that.
+    Only static graphs run on other providers than the CPU. A static prompt graph gives the logits of one
+    position; `with_all_logits` rewrites it where `Session.logits` is needed.
     """
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or read_cpu().num_threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    if not spins:
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if not path.exists() and (path.parent / PROMPT_FILE).exists():
-        raise InputError(
-            "these are graphs of fixed shapes, which this cannot run",
-            where=str(path.parent),
-            allowed="generate, eval, bench, report, compare and package",
-            next_step="quantize with --target cpu for anything else",
+    if holds_static(folder):
+        return open_static_decoder(
+            folder, threads=threads, provider=provider or "cpu", with_all_logits=with_all_logits
         )
-    if not path.exists():
+    if provider not in (None, "cpu"):
         raise InputError(
-            "no such file",
-            where=str(path),
-            allowed="a folder that 'quantkit quantize' wrote",
-            next_step="check the path, or quantize a model first",
+            f"provider '{provider}'",
+            where="--provider",
+            allowed="cpu, or for graphs of fixed shapes (--target npu) any that runs all of them",
+            next_step="'quantkit bench --provider' times any artifact on any provider",
         )
-    try:
-        with huge_pages():
-            return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
-    except Exception as error:  # onnxruntime's own exceptions share no useful base class
-        raise InputError(
-            f"onnxruntime {onnxruntime.__version__} cannot load it ({' '.join(str(error).split())[:300]})",
-            where=str(path),
-            next_step="copy the folder again with all of its files, or quantize again",
-        ) from error
+    if not (folder / MODEL_FILE).exists() and (folder / ENCODER_FILE).exists():
+        return open_encoder_decoder(folder, threads=threads)
+    session = open_graph(folder / MODEL_FILE, threads=threads)
+    return OPENERS[kind_of(session)](session, folder)
 
 
-def open_decoder(folder: Path, *, threads: int | None = None, context: int | None = None) -> Decoder:
-    """Open an artifact's decoder."""
-    path = folder / MODEL_FILE if folder.is_dir() else folder
-    session = open_session(path, threads=threads)
-    inputs, outputs = (
-        {each.name for each in values} for values in (session.get_inputs(), session.get_outputs())
-    )
-    if "logits" not in outputs or "input_ids" not in inputs:
-        raise InputError(
-            "not a model that generates text (no logits, or no input_ids)",
-            where=str(path),
-            next_step="give 'quantkit generate' a decoder; 'quantkit package' brings an encoder's runner",
-        )
-    decoder = decoder_of(session)
-    return decoder if context is None else dataclasses.replace(decoder, context=context)
+def kind_of(session: onnxruntime.InferenceSession) -> Kind:
+    """The kind of an artifact of one file; a graph traced without a cache runs as an encoder does."""
+    has_cache = any(value.name.startswith(PAST) for value in session.get_inputs())
+    kind = metadata_of(session).get("kind") or ("decoder" if has_cache else "encoder")
+    if kind == "traced":
+        return "traced" if has_cache else "encoder"
+    return "decoder" if kind == "decoder" else "encoder"
 
 
-def decoder_of(session: onnxruntime.InferenceSession) -> Decoder:
-    """A session on any provider, to be run with its caches in place; without caches it is no decoder."""
-    inputs = {each.name: each for each in session.get_inputs()}
-    caches = tuple(
-        (name, name.replace("past_key_values", "present"), int(each.shape[1]), int(each.shape[3]))
-        for name, each in inputs.items()
-        if name.startswith("past_key_values") and len(each.shape) == 4 and isinstance(each.shape[1], int)
-    )
-    metadata = json.loads(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
-    widths = (each.shape[-1] for each in session.get_outputs() if each.name == "logits")
-    return Decoder(
-        session=session,
-        caches=caches,
-        context=int(metadata.get("max_positions") or 2048),
-        vocab_size=int(next(widths, 0)),
-        metadata=metadata,
-        cache_type=CACHE_TYPES[inputs[caches[0][0]].type] if caches else np.float32,
-    )
-
-
-@dataclass(kw_only=True, slots=True, weakref_slot=True)
-class State:
-    """The caches of one batch, and how much of them is filled."""
-
-    decoder: Decoder
-    binding: Any
-    buffers: list[Any]
-    mask: Ints  # [batch, capacity]: 0 where nothing is, or padding
-    lengths: list[int]  # of each row: places filled, padding on the left included
-    positions: list[int]  # of each row's next token
-    capacity: int
-    logits: Floats  # [batch, vocabulary] of the last tokens, written by every run
-    token: Ints  # [batch, 1], bound with its position and the whole mask from one single token to the next
-    place: Ints
-    is_token_bound: bool = False
-
-
-def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
-    """Empty caches for a batch; more than the model's context is refused."""
-    if capacity > decoder.context:
-        raise InputError(
-            f"{capacity} tokens of prompt and answer are more than the model's context",
-            where="length",
-            allowed=f"up to {decoder.context} tokens together",
-            next_step="shorten the prompt or ask for fewer new tokens",
-        )
-    binding = decoder.session.io_binding()
-    sizes = [batch * heads * capacity * width for _, _, heads, width in decoder.caches]
-    memory = _take_memory(decoder, sum(sizes))
-    buffers, offset = [], 0
-    for (past, present, heads, width), size in zip(decoder.caches, sizes, strict=True):
-        part = memory[offset : offset + size].reshape(batch, heads, capacity, width)
-        offset += size
-        buffer = onnxruntime.OrtValue.ortvalue_from_numpy(part)
-        binding.bind_ortvalue_input(past, buffer)
-        binding.bind_ortvalue_output(present, buffer)
-        buffers.append(buffer)
-    logits = np.empty((batch, decoder.vocab_size), np.float32)
-    if decoder.vocab_size:  # else these are blocks without a head
-        binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits[:, None]))
-    state = State(
-        decoder=decoder,
-        binding=binding,
-        buffers=buffers,
-        mask=np.zeros((batch, capacity), np.int64),
-        lengths=[0] * batch,
-        positions=[0] * batch,
-        capacity=capacity,
-        logits=logits,
-        token=np.zeros((batch, 1), np.int64),
-        place=np.zeros((batch, 1), np.int64),
-    )
-    weakref.finalize(state, decoder.spare.append, memory)
-    return state
-
-
-def _take_memory(decoder: Decoder, size: int) -> NDArray[Any]:
-    """Memory for all layers of one batch, used before if possible: fresh pages cost a prompt more than zeros.
-
-    One array, since numpy asks for large pages under large arrays only. What an earlier text left in it is
-    never read, because the lengths say how much of a cache is filled.
-    """
-    decoder.spare.sort(key=len)
-    fitting = next((number for number, each in enumerate(decoder.spare) if len(each) >= size), None)
-    if fitting is not None:
-        return decoder.spare.pop(fitting)
-    decoder.spare.clear()  # all too small; the next one serves them too
-    memory = np.empty(size, decoder.cache_type)
-    memory.fill(0)  # every page is fetched now and not by the first prompt
-    return memory
-
-
-def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
-    """Feed tokens [batch, n]; logits of each row's last one, which the next step overwrites.
-
-    A prompt may be padded where `mask` is 0, on the right or on the left. Later tokens are appended at each
-    row's own length, one at a time: onnxruntime's attention takes a later chunk for a single row only.
-    """
-    count, filled = ids.shape[1], max(state.lengths)
-    assert filled + count <= state.capacity, "the cache is full"
-    if not filled:
-        return _read_prompt(state, ids, np.ones_like(ids) if mask is None else mask)
-    assert mask is None or mask.all(), "only a prompt may be padded"
-    assert count == 1 or len(ids) == 1, "later tokens of several rows come one at a time"
-    for row, length in enumerate(state.lengths):
-        state.mask[row, length : length + count] = 1
-    if count == 1:
-        _run_token(state, ids)
-    else:
-        _run(state, ids, np.array(state.positions)[:, None] + np.arange(count), filled + count)
-    state.lengths = [length + count for length in state.lengths]
-    state.positions = [position + count for position in state.positions]
-    return state.logits
-
-
-def _read_prompt(state: State, ids: Ints, mask: Ints) -> Floats:
-    shown = mask.astype(np.int64)
-    assert shown.any(axis=1).all(), "a row without a token"
-    if ids.shape[1] < state.capacity:
-        ids, shown = with_even_count(ids, shown)
-    total = ids.shape[1]
-    state.mask[:, :total] = shown
-    _run(state, ids, positions_of(shown, total), total)
-    state.lengths = (total - shown[:, ::-1].argmax(axis=1)).tolist()
-    state.positions = shown.sum(axis=1).tolist()
-    return state.logits
-
-
-def _run(state: State, ids: Ints, positions: Ints, total: int) -> None:
-    """Tokens of every row, which fill the caches up to `total`."""
-    _bind(state, np.ascontiguousarray(ids, np.int64), positions, np.ascontiguousarray(state.mask[:, :total]))
-    state.is_token_bound = False
-    state.decoder.session.run_with_iobinding(state.binding)
-
-
-def _run_token(state: State, ids: Ints) -> None:
-    """One token of every row, in as little Python as can be.
-
-    The weights of a token pass through all caches, so whatever is interpreted between two tokens comes from
-    memory each time: the first numpy operation of a kind takes 25 us, and binding everything anew took 5% of
-    a token. So what is bound stays bound, the mask as wide as the caches, and lengths are plain integers.
-    """
-    state.token[:] = ids
-    for row, position in enumerate(state.positions):
-        state.place[row, 0] = position
-    if not state.is_token_bound:
-        _bind(state, state.token, state.place, state.mask)
-        state.is_token_bound = True
-    state.decoder.session.run_with_iobinding(state.binding)
-
-
-def _bind(state: State, ids: Ints, positions: Ints, mask: Ints) -> None:
-    for name, values in (("input_ids", ids), ("position_ids", positions), ("attention_mask", mask)):
-        state.binding.bind_cpu_input(name, values)
-
-
-def with_even_count(ids: Ints, shown: Ints) -> tuple[Ints, Ints]:
-    """The same rows, padded on the right by one where their tokens together are an odd number.
-
-    Products over blocks of 128 and more take rows in pairs, and sum an odd last one in another order; one
-    that is rounded to another code then differs by thousandths. No token of a prompt shall be that odd one.
-    """
-    if ids.size % 2 == 0:
-        return ids, shown
-    added = ((0, 0), (0, 1))
-    return np.pad(ids, added), np.pad(shown, added)
-
-
-def positions_of(mask: Ints, count: int) -> Ints:
-    """Positions of the last `count` tokens, counted from each row's first token that is not padding."""
-    return np.ascontiguousarray((np.cumsum(mask, axis=1) - 1).clip(min=0)[:, -count:])
-
-
-def all_logits(decoder: Decoder, ids: Ints, mask: Ints | None = None) -> Floats:
-    """Logits of every position of a text from its beginning, [batch, sequence, vocabulary].
-
-    Rows may be padded on either side where `mask` is 0; logits of padding mean nothing.
-    """
-    length = ids.shape[1]
-    shown = np.ones(ids.shape, np.int64) if mask is None else mask.astype(np.int64)
-    if length < decoder.context:
-        ids, shown = with_even_count(ids, shown)
-    logits: Floats = decoder.session.run(["logits"], _feeds(decoder, ids, shown, ids.shape[1]))[0]
-    return logits[:, :length]
-
-
-def last_logits(decoder: Decoder, ids: Ints, count: int) -> Floats:
-    """Logits of the last `count` positions of texts from their beginning, [batch, count, vocabulary]."""
-    logits: Floats = decoder.session.run(["logits"], _feeds(decoder, ids, np.ones_like(ids), count))[0]
-    assert logits.shape[1] == count, (logits.shape, count)
-    return logits
-
-
-def cached_values(decoder: Decoder, ids: Ints) -> list[NDArray[Any]]:
-    """Keys and values of every layer after a text, as they would be cached."""
-    names = [present for _, present, _, _ in decoder.caches]
-    values: list[NDArray[Any]] = decoder.session.run(names, _feeds(decoder, ids, np.ones_like(ids), 1))
-    return values
-
-
-def _feeds(decoder: Decoder, ids: Ints, shown: Ints, num_logits: int) -> dict[str, NDArray[Any]]:
-    """Texts from their beginning."""
-    pasts = {
-        past: np.zeros((len(ids), heads, 0, width), decoder.cache_type)
-        for past, _, heads, width in decoder.caches
-    }
-    return {
-        "input_ids": np.ascontiguousarray(ids, np.int64),
-        "attention_mask": shown,
-        "position_ids": positions_of(shown, ids.shape[1]),
-        "num_logits": np.array([num_logits], np.int64),
-        **pasts,
-    }
+OPENERS: Mapping[Kind, Callable[[onnxruntime.InferenceSession, Path], Session]] = {
+    "decoder": decoder_of,
+    "encoder": encoder_of,
+    "traced": traced_decoder,
+}

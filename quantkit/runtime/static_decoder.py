@@ -7,61 +7,154 @@ length, in whatever type the graphs give. What a provider compiled is kept for l
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.generate import Sampling, checked, continue_rows
+from quantkit.runtime.generate import RowByRow
+from quantkit.runtime.graph import (
+    DECODE_FILE,
+    PAST,
+    PRESENT,
+    PROMPT_FILE,
+    Floats,
+    Ints,
+    Kind,
+    metadata_of,
+    threads_of,
+)
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.providers import compiled
 from quantkit.runtime.providers.placement import TYPES
 from quantkit.runtime.providers.status import provider_status
 from quantkit.runtime.providers.table import PROVIDERS, open_on
-from quantkit.runtime.session import DECODE_FILE, PROMPT_FILE
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
-PAST, PRESENT = "past_key_values.", "present."
 # The CPU has no products of 16-bit codes: it makes floats of weights in every run, unless told to do it once.
 FOLDED_WEIGHTS = ("session.disable_quant_qdq", "1")
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StaticDecoder:
-    """Two open sessions and what is fixed of them."""
+    """Two open graphs and their sizes."""
 
     prompt: onnxruntime.InferenceSession
     decode: onnxruntime.InferenceSession
-    num_prompt: int  # tokens that a prompt can have
+    fixed_length: int  # tokens that the prompt graph reads
     num_past: int  # tokens that the cache can hold
     vocab_size: int = 0
-    folder: Path | None = None  # where its files lie
+    folder: Path = Path()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     cache_type: Any = np.float32
+    with_all_logits: Callable[[Path], bytes] | None = None  # rewrites the prompt graph
+    kind: ClassVar[Kind] = "static"
+    generates: ClassVar[bool] = True
+    reads_and_answers: ClassVar[bool] = False
+    start_ids: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def threads(self) -> int:
+        return threads_of(self.prompt)
 
     @property
     def context(self) -> int:
         """Most tokens of a prompt and its answer together."""
         return self.num_past + 1
 
+    @property
+    def cache_number_bytes(self) -> int:
+        return int(np.dtype(self.cache_type).itemsize)
+
+    @cached_property
+    def _whole_prompt(self) -> onnxruntime.InferenceSession:
+        """The prompt graph with the logits of every token."""
+        assert self.with_all_logits is not None, "a static prompt graph gives the logits of one token"
+        return open_raw(self.with_all_logits(self.folder / PROMPT_FILE), self.folder, threads=self.threads)
+
+    def logits(self, ids: Ints) -> Floats:
+        return np.stack([run_prompt(self._whole_prompt, row)[0] for row in ids])
+
+    def answer_logits(self, encoder_ids: Ints, ids: Ints) -> Floats:
+        raise AssertionError("no encoder reads before this decoder")
+
+    def begin(self, prompts: Sequence[Sequence[int]], num_new: int) -> RowByRow:
+        needed = max(len(prompt) for prompt in prompts) + num_new
+        if needed > self.context:
+            raise InputError(
+                f"{needed} tokens of prompt and answer are more than the cache of the graph holds",
+                where="length",
+                allowed=f"up to {self.context} tokens together",
+                next_step="shorten the prompt or ask for less, or quantize with a longer --cache-length",
+            )
+        return RowByRow(rows=[StaticRow(decoder=self, prompt=prompt) for prompt in prompts])
+
 
 @dataclass(kw_only=True, slots=True)
-class StaticState:
-    """The cache of one text."""
+class StaticRow:
+    """One text and its cache."""
 
     decoder: StaticDecoder
-    caches: dict[str, NDArray[Any]]  # by the decode graph's input, [1, heads, num_past, head size]
-    length: int  # places filled
+    prompt: Sequence[int]
+    # by the decode graph's input, [1, heads, num_past, head size]
+    caches: dict[str, NDArray[Any]] = field(default_factory=dict)
+    length: int = 0  # places filled
+
+    def read(self) -> Floats:
+        """Read the prompt; what is longer than the prompt graph follows token by token."""
+        most = self.decoder.fixed_length
+        logits = self._fill(np.asarray(self.prompt[:most], np.int64))
+        for token in self.prompt[most:]:
+            logits = self.step(int(token))
+        return logits
+
+    def _fill(self, ids: Ints) -> Floats:
+        logits_SV, values = run_prompt(self.decoder.prompt, ids)
+        for past in self.decoder.decode.get_inputs():
+            if past.name.startswith(PAST):
+                new = values[past.name.replace(PAST, PRESENT)]
+                # Empty places repeat the first: their scores are hidden by a finite number, and codes that
+                # stand for no key at all may score higher than that.
+                cache = self.caches[past.name] = np.empty(past.shape, TYPES[past.type])
+                cache[:] = new[:, :, :1]
+                cache[:, :, : len(ids)] = new[:, :, : len(ids)]
+        self.length = len(ids)
+        logits: Floats = logits_SV[-1]
+        return logits
+
+    def step(self, token: int) -> Floats:
+        """Logits after one more token, which then lies in the cache."""
+        decode, num_past, place = self.decoder.decode, self.decoder.num_past, self.length
+        if place > num_past:
+            raise InputError(
+                f"{place} tokens before this one",
+                where="length",
+                allowed=f"up to {num_past}: the cache holds that many",
+                next_step="ask for fewer new tokens, or quantize with a longer --cache-length",
+            )
+        # The new token stands behind all places of the cache, filled or not.
+        mask = np.append(np.arange(num_past) < place, True)
+        feeds: dict[str, NDArray[Any]] = {
+            "input_ids": np.array([[token]]),
+            "attention_mask": mask[None],
+            "position_ids": np.array([[place]]),
+            **self.caches,
+        }
+        outputs = _run(decode, feeds)
+        if place < num_past:
+            for name, cache in self.caches.items():
+                cache[:, :, place] = outputs[name.replace(PAST, PRESENT)][:, :, 0]
+        self.length += 1
+        logits: Floats = outputs["logits"][0, -1]
+        return logits
 
 
 def _settings(provider: str, threads: int | None) -> onnxruntime.SessionOptions:
@@ -111,12 +204,13 @@ def open_static_session(
     return session
 
 
-def holds_static(folder: Path) -> bool:
-    """Whether the folder is such a decoder."""
-    return (folder / PROMPT_FILE).exists() and (folder / DECODE_FILE).exists()
-
-
-def open_static_decoder(folder: Path, *, provider: str = "cpu", threads: int | None = None) -> StaticDecoder:
+def open_static_decoder(
+    folder: Path,
+    *,
+    provider: str = "cpu",
+    threads: int | None = None,
+    with_all_logits: Callable[[Path], bytes] | None = None,
+) -> StaticDecoder:
     """Both graphs of an artifact, on a provider that runs all of them."""
     if provider not in PROVIDERS:
         raise InputError(f"no provider '{provider}'", where="--provider", allowed=", ".join(PROVIDERS))
@@ -132,7 +226,7 @@ def open_static_decoder(folder: Path, *, provider: str = "cpu", threads: int | N
             open_static_session(folder / name, provider=provider, threads=threads)
             for name in (PROMPT_FILE, DECODE_FILE)
         )
-    return join(prompt, decode, folder=folder)
+    return join(prompt, decode, folder=folder, with_all_logits=with_all_logits)
 
 
 @contextlib.contextmanager
@@ -152,19 +246,21 @@ def join(
     prompt: onnxruntime.InferenceSession,
     decode: onnxruntime.InferenceSession,
     *,
-    folder: Path | None = None,
+    folder: Path = Path(),
+    with_all_logits: Callable[[Path], bytes] | None = None,
 ) -> StaticDecoder:
     """Two sessions as one decoder."""
-    past = next(each for each in decode.get_inputs() if each.name.startswith(PAST))
+    past = next(value for value in decode.get_inputs() if value.name.startswith(PAST))
     return StaticDecoder(
         prompt=prompt,
         decode=decode,
-        num_prompt=_shape(prompt, "input_ids")[1],
+        fixed_length=_shape(prompt, "input_ids")[1],
         num_past=past.shape[2],
-        vocab_size=next(each.shape[-1] for each in decode.get_outputs() if each.name == "logits"),
+        vocab_size=next(value.shape[-1] for value in decode.get_outputs() if value.name == "logits"),
         folder=folder,
-        metadata=json.loads(prompt.get_modelmeta().custom_metadata_map.get("quantkit", "{}")),
+        metadata=metadata_of(prompt),
         cache_type=TYPES[past.type],
+        with_all_logits=with_all_logits,
     )
 
 
@@ -175,22 +271,18 @@ def open_raw(graph: bytes, folder: Path, *, threads: int | None = None) -> onnxr
     return onnxruntime.InferenceSession(graph, settings, providers=["CPUExecutionProvider"])
 
 
-def text_logits(session: onnxruntime.InferenceSession, ids: Ints) -> Floats:
-    """Logits of every token of some texts [batch, sequence], by a prompt's graph that gives all of them."""
-    return np.stack([run_prompt(session, row)[0] for row in ids])
-
-
 def _shape(session: onnxruntime.InferenceSession, name: str) -> list[int]:
-    return next(list(each.shape) for each in session.get_inputs() if each.name == name)
+    return next(list(value.shape) for value in session.get_inputs() if value.name == name)
 
 
-def _feeds(
-    session: onnxruntime.InferenceSession, wanted: Mapping[str, NDArray[Any]]
-) -> dict[str, NDArray[Any]]:
-    """What the graph has inputs for, in their types."""
-    return {
-        each.name: np.ascontiguousarray(wanted[each.name], TYPES[each.type]) for each in session.get_inputs()
+def _run(session: onnxruntime.InferenceSession, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Outputs by name; of `feeds` those that the graph has inputs for, in their types."""
+    names = [value.name for value in session.get_outputs()]
+    typed = {
+        value.name: np.ascontiguousarray(feeds[value.name], TYPES[value.type])
+        for value in session.get_inputs()
     }
+    return dict(zip(names, session.run(names, typed), strict=True))
 
 
 def run_prompt(
@@ -205,97 +297,12 @@ def run_prompt(
             allowed=f"1 to {size} tokens: the graph reads that many at once",
             next_step="shorten the prompt, or quantize with a longer --prompt-length",
         )
-    filler = (0, size - len(row))
-    wanted = {
-        "input_ids": np.pad(row, filler)[None],
-        "attention_mask": np.pad(np.ones_like(row), filler)[None],
+    padding = (0, size - len(row))
+    feeds = {
+        "input_ids": np.pad(row, padding)[None],
+        "attention_mask": np.pad(np.ones_like(row), padding)[None],
         "logit_position": np.array([len(row) - 1]),
     }
-    names = [each.name for each in session.get_outputs()]
-    made = dict(zip(names, session.run(names, _feeds(session, wanted)), strict=True))
-    logits: Floats = made.pop("logits")
-    return logits[0, : len(row)], made
-
-
-def start(decoder: StaticDecoder, ids: Sequence[int] | Ints) -> tuple[StaticState, Floats]:
-    """(the cache after a prompt, logits of what follows it)."""
-    logits, made = run_prompt(decoder.prompt, ids)
-    length = np.asarray(ids).size
-    caches = {}
-    for each in decoder.decode.get_inputs():
-        if each.name.startswith(PAST):
-            new = made[each.name.replace(PAST, PRESENT)]
-            # Empty places repeat the first: their scores are hidden by a finite number, and codes that stand
-            # for no key at all may score higher than that.
-            cache = caches[each.name] = np.empty(each.shape, TYPES[each.type])
-            cache[:] = new[:, :, :1]
-            cache[:, :, :length] = new[:, :, :length]
-    return StaticState(decoder=decoder, caches=caches, length=length), logits[-1]
-
-
-def step(state: StaticState, token: int) -> Floats:
-    """Logits after one more token, which then lies in the cache."""
-    decoder, place = state.decoder, state.length
-    if place > decoder.num_past:
-        raise InputError(
-            f"{place} tokens before this one",
-            where="length",
-            allowed=f"up to {decoder.num_past}: the cache holds that many",
-            next_step="ask for fewer new tokens, or quantize with a longer --cache-length",
-        )
-    # The new token stands behind all places of the cache, filled or not.
-    mask = np.append(np.arange(decoder.num_past) < place, True)
-    wanted: dict[str, NDArray[Any]] = {
-        "input_ids": np.array([[token]]),
-        "attention_mask": mask[None],
-        "position_ids": np.array([[place]]),
-        **state.caches,
-    }
-    names = [each.name for each in decoder.decode.get_outputs()]
-    made = dict(zip(names, decoder.decode.run(names, _feeds(decoder.decode, wanted)), strict=True))
-    if place < decoder.num_past:
-        for name, cache in state.caches.items():
-            cache[:, :, place] = made[name.replace(PAST, PRESENT)][:, :, 0]
-    state.length += 1
-    logits: Floats = made["logits"][0, -1]
-    return logits
-
-
-def begin(decoder: StaticDecoder, ids: Sequence[int] | Ints) -> tuple[StaticState, Floats]:
-    """The same for a prompt of any length: what is longer than the graph follows token by token."""
-    row = np.asarray(ids, np.int64).reshape(-1)
-    state, logits = start(decoder, row[: decoder.num_prompt])
-    for token in row[decoder.num_prompt :]:
-        logits = step(state, int(token))
-    return state, logits
-
-
-def generate_static(
-    decoder: StaticDecoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: frozenset[int] = frozenset(),
-) -> Iterator[list[int | None]]:
-    """The next token of every row, step by step; None for a row that has ended. Rows run one by one."""
-    sampling = checked(sampling, prompts, decoder.vocab_size)
-    needed = max(len(prompt) for prompt in prompts) + max_new_tokens
-    if needed > decoder.context:
-        raise InputError(
-            f"{needed} tokens of prompt and answer are more than the cache of the graph holds",
-            where="length",
-            allowed=f"up to {decoder.context} tokens together",
-            next_step="shorten the prompt or ask for less, or quantize with a longer --cache-length",
-        )
-    rows = [begin(decoder, prompt) for prompt in prompts]
-    logits = np.stack([last for _, last in rows])
-
-    def advance(tokens: Ints, open_rows: list[int]) -> Floats:
-        for row in open_rows:
-            logits[row] = step(rows[row][0], int(tokens[row]))
-        return logits
-
-    yield from continue_rows(
-        logits, advance, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids
-    )
+    outputs = _run(session, feeds)
+    logits: Floats = outputs.pop("logits")
+    return logits[0, : len(row)], outputs

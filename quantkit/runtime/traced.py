@@ -10,30 +10,35 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.generate import Sampling, checked, continue_rows
-from quantkit.runtime.session import MODEL_FILE, Decoder, Floats, Ints, open_decoder, open_session
-from quantkit.runtime.static_decoder import StaticDecoder, holds_static, open_static_decoder
+from quantkit.runtime.generate import RowByRow
+from quantkit.runtime.graph import (
+    ENCODER_FILE,
+    PAST,
+    PRESENT,
+    Floats,
+    Ints,
+    Kind,
+    NotTextError,
+    metadata_of,
+    open_graph,
+    threads_of,
+)
 
-ENCODER_FILE = "encoder_model.onnx"
 FIRST_FILE = "decoder_model.onnx"
 LATER_FILE = "decoder_with_past_model.onnx"
-PAST, PRESENT = "past_key_values", "present"
 FIRST_TOKEN_KEYS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")  # the first that is set
+FLOAT_BYTES = 4
 Values = dict[str, Any]  # name -> OrtValue
-
-
-class NotTextError(InputError):
-    """Sound files that read or write other things than text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +57,41 @@ class Traced:
     first: Part  # begins a text
     later: Part  # goes on from a cache; the same file where there is no encoder
     encoder: Part | None
-    context: int | None  # None: the model names no limit
     vocab_size: int
-    start_ids: tuple[int, ...] = ()  # what a decoder behind an encoder begins with
+    folder: Path = Path()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    start_ids: tuple[int, ...] = ()  # tokens that a decoder behind an encoder begins with
+    generates: ClassVar[bool] = True
+    fixed_length: ClassVar[int | None] = None
+    cache_number_bytes: ClassVar[int] = FLOAT_BYTES
+
+    @property
+    def kind(self) -> Kind:
+        return "encoder_decoder" if self.encoder else "traced"
+
+    @property
+    def reads_and_answers(self) -> bool:
+        return self.encoder is not None
+
+    @property
+    def threads(self) -> int:
+        return threads_of(self.first.session)
+
+    @property
+    def context(self) -> int | None:
+        return self.metadata.get("max_positions")
+
+    def logits(self, ids: Ints) -> Floats:
+        assert self.encoder is None, "the encoder has nothing to read"
+        return _first_logits(self.first, _empty_caches(self.first, len(ids)), ids)
+
+    def answer_logits(self, encoder_ids: Ints, ids: Ints) -> Floats:
+        assert self.encoder is not None, "no encoder reads before this decoder"
+        return _first_logits(self.first, _encoded(self.encoder, encoder_ids), ids)
+
+    def begin(self, prompts: Sequence[Sequence[int]], num_new: int) -> RowByRow:
+        _check_lengths(self, prompts, num_new)
+        return RowByRow(rows=[TracedRow(model=self, prompt=prompt) for prompt in prompts])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,62 +103,47 @@ class TracedState:
     length: int = 0
 
 
-def holds_model(folder: Path) -> bool:
-    """Whether the folder is an exported model and not a checkpoint."""
-    return any(each.exists() for each in (folder / MODEL_FILE, folder / ENCODER_FILE)) or holds_static(folder)
+@dataclass(kw_only=True, slots=True)
+class TracedRow:
+    """One prompt, read once `read` is called."""
+
+    model: Traced
+    prompt: Sequence[int]
+    state: TracedState | None = None
+
+    def read(self) -> Floats:
+        self.state, logits_BV = read_prompt(self.model, np.array([self.prompt], np.int64))
+        logits: Floats = logits_BV[0]
+        return logits
+
+    def step(self, token: int) -> Floats:
+        assert self.state is not None, "the prompt comes first"
+        logits: Floats = go_on(self.state, np.array([[token]], np.int64))[0]
+        return logits
 
 
-def open_generator(
-    folder: Path, *, threads: int | None = None, provider: str | None = None
-) -> Decoder | Traced | StaticDecoder:
-    """Open whatever continues a text; only graphs of fixed shapes run on other providers than the CPU."""
-    if holds_static(folder):
-        return open_static_decoder(folder, threads=threads, provider=provider or "cpu")
-    if provider not in (None, "cpu"):
-        raise InputError(
-            f"provider '{provider}'",
-            where="--provider",
-            allowed="cpu, or for graphs of fixed shapes (--target npu) any that runs all of them",
-            next_step="'quantkit bench --provider' times any artifact on any provider",
-        )
-    if not (folder / MODEL_FILE).exists() and (folder / ENCODER_FILE).exists():
-        return open_traced(folder, threads=threads)
-    decoder = open_decoder(folder, threads=threads)
-    kind = decoder.metadata.get("kind")
-    if kind == "encoder" or not decoder.caches:
-        raise InputError(
-            "an encoder writes no text",
-            where=str(folder),
-            allowed="a decoder",
-            next_step="'quantkit package' brings a runner that prints what it says of a text",
-        )
-    return traced_decoder(decoder.session) if kind == "traced" else decoder
-
-
-def open_traced(folder: Path, *, threads: int | None = None) -> Traced:
-    """Open an artifact's traced decoder, with its encoder where it has one."""
-    if (folder / MODEL_FILE).exists():
-        return traced_decoder(open_session(folder / MODEL_FILE, threads=threads))
+def open_encoder_decoder(folder: Path, *, threads: int | None = None) -> Traced:
+    """Open an encoder and its decoder, in three files."""
     names = (ENCODER_FILE, FIRST_FILE, LATER_FILE)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise NotTextError(
             f"there is no {', no '.join(missing)}", where=str(folder), allowed=", ".join(names)
         )
-    encoder, first, later = (part_of(open_session(folder / name, threads=threads)) for name in names)
+    encoder, first, later = (part_of(open_graph(folder / name, threads=threads)) for name in names)
     if "input_ids" not in encoder.inputs or "logits" not in first.outputs:
         raise NotTextError(
             "its encoder takes no input_ids, or its decoder makes no logits",
             where=str(folder),
             allowed="a decoder, or an encoder and a decoder of text",
         )
-    return _opened(encoder, first, later, start_ids=read_start_ids(folder))
+    return _opened(encoder, first, later, folder, start_ids=read_start_ids(folder))
 
 
-def traced_decoder(session: onnxruntime.InferenceSession) -> Traced:
-    """A decoder in one file."""
+def traced_decoder(session: onnxruntime.InferenceSession, folder: Path = Path()) -> Traced:
+    """A decoder in one file, from a session on any provider."""
     part = part_of(session)
-    return _opened(None, part, part)
+    return _opened(None, part, part, folder)
 
 
 def part_of(session: onnxruntime.InferenceSession) -> Part:
@@ -133,15 +155,17 @@ def part_of(session: onnxruntime.InferenceSession) -> Part:
     )
 
 
-def _opened(encoder: Part | None, first: Part, later: Part, start_ids: tuple[int, ...] = ()) -> Traced:
-    stored = first.session.get_modelmeta().custom_metadata_map.get("quantkit", "{}")
-    logits = next(each for each in first.session.get_outputs() if each.name == "logits")
+def _opened(
+    encoder: Part | None, first: Part, later: Part, folder: Path, start_ids: tuple[int, ...] = ()
+) -> Traced:
+    logits = next(value for value in first.session.get_outputs() if value.name == "logits")
     return Traced(
         first=first,
         later=later,
         encoder=encoder,
-        context=json.loads(stored).get("max_positions"),
         vocab_size=int(logits.shape[-1]),
+        folder=folder,
+        metadata=metadata_of(first.session),
         start_ids=start_ids,
     )
 
@@ -205,15 +229,9 @@ def go_on(state: TracedState, ids: Ints) -> Floats:
     return logits[:, -1].copy()  # else a long prompt's logits would live on behind the view
 
 
-def traced_logits(model: Traced, ids: Ints, *, encoder_ids: Ints | None = None) -> Floats:
-    """Logits of every position, [batch, sequence, vocabulary]; `encoder_ids` are what an encoder reads."""
-    held: Values = {}
-    if model.encoder is not None:
-        assert encoder_ids is not None, "the encoder has nothing to read"
-        held = _encoded(model.encoder, encoder_ids)
-    else:
-        held = _empty_caches(model.first, len(ids))
-    logits: Floats = _run(model.first, {**held, **_tokens(ids, 0)}, ("logits",))["logits"].numpy()
+def _first_logits(part: Part, held: Values, ids: Ints) -> Floats:
+    """Logits of every position of texts from their beginning, [batch, sequence, vocabulary]."""
+    logits: Floats = _run(part, {**held, **_tokens(ids, 0)}, ("logits",))["logits"].numpy()
     return logits
 
 
@@ -235,30 +253,6 @@ def _run(part: Part, offered: Values, outputs: Sequence[str]) -> Values:
 
 def _value(values: NDArray[Any]) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values))
-
-
-def generate_traced(
-    model: Traced,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: frozenset[int] = frozenset(),
-) -> Iterator[list[int | None]]:
-    """The next token of every row, step by step; None for a row that has ended."""
-    sampling = checked(sampling, prompts, model.vocab_size)
-    _check_lengths(model, prompts, max_new_tokens)
-    rows = [read_prompt(model, np.array([prompt], np.int64)) for prompt in prompts]
-    states, logits = [state for state, _ in rows], np.concatenate([last for _, last in rows])
-
-    def advance(tokens: Ints, open_rows: list[int]) -> Floats:
-        for row in open_rows:
-            logits[row] = go_on(states[row], tokens[None, row : row + 1])[0]
-        return logits
-
-    yield from continue_rows(
-        logits, advance, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids
-    )
 
 
 def _check_lengths(model: Traced, prompts: Sequence[Sequence[int]], num_new: int) -> None:

@@ -14,10 +14,10 @@ import timing
 
 from quantkit.evaluation.models import bytes_per_token
 from quantkit.export.traffic import from_metadata
+from quantkit.runtime.decoder import State, start, step
+from quantkit.runtime.decoder import open_decoder as open_artifact
 from quantkit.runtime.encoder import encode
 from quantkit.runtime.encoder import open_encoder as open_artifact_encoder
-from quantkit.runtime.session import State, start, step
-from quantkit.runtime.session import open_decoder as open_artifact
 
 
 def open_decoder(variant: str, folder: Path) -> tuple[Callable[[], None], timing.Feed]:

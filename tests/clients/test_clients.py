@@ -15,8 +15,8 @@ from exporting import build_tiny, export
 
 from quantkit.export.genai import CONFIG_FILE, MODEL_TYPES
 from quantkit.model.families.decoders import FAMILIES
+from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.generate import generate
-from quantkit.runtime.session import open_decoder
 
 NEW = 10
 PROMPTS = [[1, 5, 9, 20, 33], [7, 8, 9]]

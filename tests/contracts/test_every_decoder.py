@@ -19,7 +19,7 @@ from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.simulate import fake_quantize
-from quantkit.runtime.session import all_logits, open_decoder, positions_of, start, step
+from quantkit.runtime.decoder import open_decoder, positions_of, start, step
 
 CASES = decoder_cases()
 # Head sizes that the attention operator rotates itself; the tiny configs are rotated apart.
@@ -91,7 +91,7 @@ def test_the_float_graph_is_the_model(name, sizes, tmp_path):
     decoder = open_decoder(tmp_path / "out", threads=1)
     wanted = original_logits(model, IDS)
     for made, expected in (
-        (all_logits(decoder, IDS), wanted),
+        (decoder.logits(IDS), wanted),
         (one_by_one(decoder, IDS, prompt=PROMPT), wanted[:, PROMPT - 1 :]),
     ):
         assert error(made, expected).relative < 1e-5
@@ -99,7 +99,7 @@ def test_the_float_graph_is_the_model(name, sizes, tmp_path):
     mask = np.ones_like(IDS)
     mask[1, :PADDING] = 0
     alone = original_logits(model, IDS[1:, PADDING:])
-    prompt, decoded = all_logits(decoder, IDS, mask), one_by_one(decoder, IDS, mask, prompt=PROMPT)
+    prompt, decoded = decoder.logits(IDS, mask), one_by_one(decoder, IDS, mask, prompt=PROMPT)
     for made, expected in (
         (prompt[0], wanted[0]),
         (prompt[1, PADDING:], alone[0]),
@@ -108,7 +108,7 @@ def test_the_float_graph_is_the_model(name, sizes, tmp_path):
     ):
         assert error(made, expected).relative < 1e-5
     wanted = original_logits(model, ROWS)
-    prompt, decoded = all_logits(decoder, *padded_right(ROWS, LENGTHS)), continued(decoder, ROWS, LENGTHS)
+    prompt, decoded = decoder.logits(*padded_right(ROWS, LENGTHS)), continued(decoder, ROWS, LENGTHS)
     for row, length in enumerate(LENGTHS):
         assert error(prompt[row, :length], wanted[row, :length]).relative < 1e-5
         expected = wanted[row, length - 1 : length + NUM_STEPS]
@@ -118,10 +118,10 @@ def test_the_float_graph_is_the_model(name, sizes, tmp_path):
 
 def assert_rows_are_what_they_are_alone(decoder, *, decoded_within=0.0):
     """Bit for bit, but for decoded tokens where a bound is given."""
-    prompt, decoded = all_logits(decoder, *padded_right(ROWS, LENGTHS)), continued(decoder, ROWS, LENGTHS)
+    prompt, decoded = decoder.logits(*padded_right(ROWS, LENGTHS)), continued(decoder, ROWS, LENGTHS)
     for row, length in enumerate(LENGTHS):
         ids = ROWS[row : row + 1]
-        assert (prompt[row, :length] == all_logits(decoder, ids[:, :length])[0]).all()
+        assert (prompt[row, :length] == decoder.logits(ids[:, :length])[0]).all()
         alone = continued(decoder, ids, LENGTHS[row : row + 1])[0]
         assert error(decoded[row], alone).relative <= decoded_within
         assert (decoded[row].argmax(-1) == alone.argmax(-1)).all()
@@ -153,7 +153,7 @@ def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
     checkpoint = open_checkpoint(tmp_path / "out" / "weights.safetensors")
     original = original_logits(model, IDS[:1])
     fake = original_logits(fake_quantize(copy.deepcopy(model), checkpoint), IDS[:1])
-    made = all_logits(decoder, IDS[:1])
+    made = decoder.logits(IDS[:1])
     # A value on the border of two codes may round either way, and later layers carry that on.
     assert error(made, fake).relative < 2e-2
     assert np.abs(made - fake).mean() < 0.5 * np.abs(made - original).mean() + 1e-6
@@ -173,12 +173,12 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_cache(scheme, tmp_path):
     decoder = open_decoder(tmp_path / "out", threads=1)
     mask = np.ones_like(IDS)
     mask[1, :PADDING] = 0
-    together, alone = all_logits(decoder, IDS, mask), all_logits(decoder, IDS[:1])
+    together, alone = decoder.logits(IDS, mask), decoder.logits(IDS[:1])
     cached = one_by_one(decoder, IDS, mask, prompt=PROMPT)
     for made, expected in ((together[:1], alone), (cached[:1], alone[:, PROMPT - 1 :])):
         assert error(made, expected).relative < 1e-3
         assert (made.argmax(-1) == expected.argmax(-1)).all()
-    short = all_logits(decoder, IDS[1:, PADDING:])
+    short = decoder.logits(IDS[1:, PADDING:])
     # Left padding turns rotary angles as a whole, which changes their rounding and so a few codes.
     assert error(together[1:, PADDING:], short).relative < 2e-2
 
@@ -202,7 +202,7 @@ def test_as_many_logits_as_a_caller_wants_end_at_each_rows_last_token(wanted, tm
         for past, _, heads, width in decoder.caches:
             feeds[past] = np.zeros((len(ids), heads, 0, width), np.float32)
         made = decoder.session.run(["logits"], feeds)[0]
-        everything = all_logits(decoder, ids, shown)
+        everything = decoder.logits(ids, shown)
         for row, end in enumerate(ends):
             first = max(end - wanted, 0)
             expected = everything[row, first : first + wanted]
@@ -234,7 +234,7 @@ def test_what_the_attention_operator_cannot_append_is_refused(tmp_path):
     alone = start(decoder, batch=1, capacity=20)
     step(alone, ROWS[:1, :5])
     chunk = step(alone, ROWS[:1, 5:9])
-    assert error(chunk, all_logits(decoder, ROWS[:1, :9])[:, -1]).relative < 1e-5
+    assert error(chunk, decoder.logits(ROWS[:1, :9])[:, -1]).relative < 1e-5
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(DECODERS)))
@@ -250,7 +250,7 @@ def test_a_half_planned_attention_is_exported_apart(tmp_path):
     exported = export(tmp_path / "model", tmp_path / "out", min_dim=200)
     assert exported.placement.num_integer_nodes == 6  # three FFN projections of two blocks
     decoder = open_decoder(tmp_path / "out", threads=1)
-    assert error(all_logits(decoder, IDS), original_logits(model, IDS)).relative < 0.05
+    assert error(decoder.logits(IDS), original_logits(model, IDS)).relative < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -258,5 +258,5 @@ def test_half_precision_checkpoints_mean_their_float_values(dtype, tmp_path):
     model = build_tiny("GPT2LMHeadModel", dict(FAMILIES["gpt2"].tiny), dtype=dtype)
     model.save_pretrained(tmp_path / "model")
     export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
-    made = all_logits(open_decoder(tmp_path / "out", threads=1), IDS)
+    made = open_decoder(tmp_path / "out", threads=1).logits(IDS)
     assert error(made, original_logits(model.float(), IDS)).relative < 1e-5

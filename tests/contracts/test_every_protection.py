@@ -23,7 +23,7 @@ from quantkit.private.host.model import open_host, whole_text
 from quantkit.private.keys import Key
 from quantkit.private.protect import in_secret_order
 from quantkit.quantization.transforms.spaces import spaces_of
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 KEY = Key(secret=bytes(range(32)), model="ab" * 32)
 IDS = np.random.default_rng(0).integers(1, 60, (2, 14))
@@ -109,7 +109,7 @@ def test_in_blocks_it_is_as_accurate_as_unprotected(name, sizes, tmp_path):
     pair = split(tmp_path / "model", tmp_path, scheme="int8_block16")
     with torch.inference_mode():
         original = model(input_ids=torch.from_numpy(IDS), use_cache=False).logits.numpy()
-    whole = all_logits(open_decoder(pair.whole, threads=1), IDS)
+    whole = open_decoder(pair.whole, threads=1).logits(IDS)
     client, host = open_client(pair.client, threads=1), open_host(pair.host, threads=1)
     features = np.stack([client.embed(row, 0) for row in IDS])
     made = client.logits(whole_text(host.decoder, features)[0])

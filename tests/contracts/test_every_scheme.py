@@ -10,14 +10,13 @@ import torch
 from exporting import build_tiny, error, export, observe
 
 from quantkit.model.model_map import Role
-from quantkit.quantization.layout import planned_bytes
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.targets import TARGETS
 from quantkit.quantization.checkpoint import open_checkpoint
-from quantkit.quantization.layout import DTYPES
+from quantkit.quantization.layout import DTYPES, planned_bytes
 from quantkit.quantization.simulate import fake_quantize
 from quantkit.recipe import Recipe
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 SIZES = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
 IDS = np.random.default_rng(0).integers(0, 61, (2, 24))
@@ -50,7 +49,7 @@ def exported(original, tmp_path_factory):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_it_runs_and_stays_near_the_original(name, original, exported):
     decoder = open_decoder(exported[name][0], threads=1)
-    made = error(all_logits(decoder, IDS), original[1])
+    made = error(decoder.logits(IDS), original[1])
     bound = 0.05 if SCHEMES[name].body.grid.bits == 8 else 0.5
     assert 1e-5 < made.relative < bound, "the rounding shows, and is small"
     assert made.absolute < bound * np.abs(original[1]).max()
@@ -61,7 +60,7 @@ def test_the_runtime_computes_what_the_checkpoint_says(name, original, exported)
     """Against the checkpoint read back into torch, rounding inputs as the runtime does."""
     checkpoint = open_checkpoint(exported[name][0] / "weights.safetensors")
     fake = logits_of(fake_quantize(copy.deepcopy(original[2]), checkpoint))
-    made = all_logits(open_decoder(exported[name][0], threads=1), IDS)
+    made = open_decoder(exported[name][0], threads=1).logits(IDS)
     assert error(made, fake).relative < 0.02, "one code more or less where a float sum fell otherwise"
     assert np.median(np.abs(made - fake)) < 3e-3 * np.abs(fake).max()
 
@@ -71,7 +70,7 @@ def test_accuracy_falls_from_small_blocks_to_one_scale_a_tensor(original, export
     errors = {}
     for name in SCHEMES:
         decoder = open_decoder(exported[name][0], threads=1)
-        errors[name] = float(np.sqrt(((all_logits(decoder, IDS) - original[1]) ** 2).mean()))
+        errors[name] = float(np.sqrt(((decoder.logits(IDS) - original[1]) ** 2).mean()))
     assert errors["int8_block16"] < errors["int8_block64"] < errors["int8_channel"]
     assert errors["int8_static16"] < errors["int8_static8"]
     assert errors["int8_block128"] < errors["int4_block32"] < errors["int4_block128"]
@@ -115,7 +114,7 @@ def test_every_planned_projection_is_integer_in_the_file(name, exported):
 )
 def test_a_row_is_the_same_beside_any_other(name, exported):
     decoder = open_decoder(exported[name][0], threads=1)
-    together, alone = all_logits(decoder, IDS), all_logits(decoder, IDS[:1])
+    together, alone = decoder.logits(IDS), decoder.logits(IDS[:1])
     assert error(together[:1], alone).relative < 1e-3
 
 

@@ -18,8 +18,8 @@ from quantkit.export.promises import broken_promises, require_promises
 from quantkit.plan.select import choose
 from quantkit.plan.targets import ARM, DEFAULT_TARGET, FUSED, TARGETS
 from quantkit.recipe import Recipe
+from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.encoder import encode, open_encoder
-from quantkit.runtime.session import all_logits, open_decoder
 
 GPT2 = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
 BERT = {"vocab_size": 61, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -98,7 +98,7 @@ def test_what_is_exported_runs_and_is_near_the_original(target, name, exported, 
     if name == "BertModel":
         made = encode(open_encoder(folder, threads=1), IDS)["last_hidden_state"]
     else:
-        made = all_logits(open_decoder(folder, threads=1), IDS)
+        made = open_decoder(folder, threads=1).logits(IDS)
     found = error(made, originals[name][1])
     assert 1e-5 < found.relative < 0.08
     assert found.absolute < 0.08 * np.abs(originals[name][1]).max()

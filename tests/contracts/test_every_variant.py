@@ -35,7 +35,7 @@ from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.simulate import fake_quantize
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.spaces import spaces_of
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 CHOICES = {
     "ffn_kind": ("standard", "gated"),
@@ -154,9 +154,9 @@ def test_the_fused_graph_is_the_model(row, tmp_path):
     mask = np.ones_like(IDS)
     mask[1, :PADDING] = 0
     alone = logits_of(model, IDS[1:, PADDING:])[0]
-    padded, decoded = all_logits(decoder, IDS, mask), one_by_one(decoder, IDS, mask, prompt=PROMPT)
+    padded, decoded = decoder.logits(IDS, mask), one_by_one(decoder, IDS, mask, prompt=PROMPT)
     for made, expected in (
-        (all_logits(decoder, IDS), wanted),
+        (decoder.logits(IDS), wanted),
         (one_by_one(decoder, IDS, prompt=PROMPT), wanted[:, PROMPT - 1 :]),
         (padded[0], wanted[0]),
         (padded[1, PADDING:], alone),
@@ -174,7 +174,7 @@ def test_the_integer_graph_is_the_checkpoint(row, tmp_path):
     exported = export(tmp_path / "model", tmp_path / "out")
     layers = {layer.name for layer in map_module(model, name="variant").layers}
     assert set(exported.placement.projections) == layers
-    made = all_logits(open_decoder(tmp_path / "out", threads=1), IDS)
+    made = open_decoder(tmp_path / "out", threads=1).logits(IDS)
     checkpoint = open_checkpoint(tmp_path / "out" / "weights.safetensors")
     original = logits_of(model, IDS)
     fake = logits_of(fake_quantize(copy.deepcopy(model), checkpoint), IDS)
@@ -223,7 +223,7 @@ def test_blocks_without_an_ffn_go_the_whole_way(placement, tmp_path):
     for scheme, min_dim, bound in (("int8_block32", NOTHING, 1e-5), ("int8_block32", 1, 0.1)):
         export(tmp_path / "model", tmp_path / str(min_dim), scheme=scheme, min_dim=min_dim)
         decoder = open_decoder(tmp_path / str(min_dim), threads=1)
-        assert error(all_logits(decoder, IDS), wanted).relative < bound
+        assert error(decoder.logits(IDS), wanted).relative < bound
         assert error(one_by_one(decoder, IDS, prompt=PROMPT), wanted[:, PROMPT - 1 :]).relative < bound
 
 

@@ -16,7 +16,7 @@ from stepping import one_by_one
 
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 SIZES = {
     "gpt2": "gpt2",
@@ -58,7 +58,7 @@ def test_the_float_graph_of_a_published_size(name, tmp_path):
     del model
     export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
     decoder = open_decoder(tmp_path / "out")
-    made = all_logits(decoder, ids, mask)
+    made = decoder.logits(ids, mask)
     steps = one_by_one(decoder, ids[:1], prompt=PROMPT)
     assert error(made[:1], wanted).relative < 1e-4
     assert error(made[1:, 7:], shorter).relative < 1e-4

@@ -20,7 +20,7 @@ from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.grid import decode, encode, from_halves, halves_of, range_of
 from quantkit.quantization.simulate import pack_values
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
-from quantkit.runtime.static_decoder import join, open_static_session, run_prompt, start, step
+from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt
 
 GRID = Grid(bits=BITS_IN_HALVES)
 VOCABULARY, PROMPT, CACHE = 320, 12, 24
@@ -134,8 +134,9 @@ def decoded(folder, ids, provider):
     decoder = join(
         *(open_static_session(folder / f"{kind}.onnx", provider=provider) for kind in ("prompt", "decode"))
     )
-    state, logits = start(decoder, ids[:8])
-    return np.stack([logits, *(step(state, int(token)) for token in ids[8:])])
+    row = StaticRow(decoder=decoder, prompt=ids[:8])
+    logits = row.read()
+    return np.stack([logits, *(row.step(int(token)) for token in ids[8:])])
 
 
 def test_a_prompt_that_fills_its_graph(made):

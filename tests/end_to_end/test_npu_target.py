@@ -24,16 +24,9 @@ from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.plan.select import choose
 from quantkit.plan.targets import TARGETS
+from quantkit.runtime.generate import generate
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
-from quantkit.runtime.static_decoder import (
-    begin,
-    generate_static,
-    open_raw,
-    open_static_decoder,
-    run_prompt,
-    start,
-    step,
-)
+from quantkit.runtime.static_decoder import StaticRow, open_raw, open_static_decoder, run_prompt
 from quantkit.runtime.tokenizer import open_text
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
@@ -106,13 +99,15 @@ def test_the_graphs_are_the_model(name, made):
     decoder = open_static_decoder(folder, threads=1)
     ids = np.random.default_rng(3).integers(1, 4096, 50)
     wanted = logits_of(model, ids)
-    state, logits = start(decoder, ids[:10])
-    stepped = np.stack([logits, *(step(state, int(token)) for token in ids[10:])])
+    row = StaticRow(decoder=decoder, prompt=ids[:10])
+    logits = row.read()
+    stepped = np.stack([logits, *(row.step(int(token)) for token in ids[10:])])
     found = error(stepped, wanted[9:])
     assert 1e-6 < found.relative < 0.03
     assert found.absolute < 0.03 * np.abs(wanted).max()
-    state, logits = begin(decoder, ids)
-    assert state.length == 50
+    row = StaticRow(decoder=decoder, prompt=ids)
+    logits = row.read()
+    assert row.length == 50
     assert error(logits, wanted[-1]).relative < 0.03
 
 
@@ -285,8 +280,9 @@ def test_both_graphs_run_whole_on_qnn(name, made, tmp_path):
     ids = np.random.default_rng(7).integers(1, 4096, 20)
     logits = []
     for decoder in (npu, cpu):
-        state, first = start(decoder, ids[:12])
-        logits.append(np.stack([first, *(step(state, int(token)) for token in ids[12:])]))
+        row = StaticRow(decoder=decoder, prompt=ids[:12])
+        first = row.read()
+        logits.append(np.stack([first, *(row.step(int(token)) for token in ids[12:])]))
     assert 0 < error(*logits).relative < 0.04  # by hand: up to 1.0% for GPT-2, 1.7% for Llama
 
 
@@ -320,6 +316,6 @@ def equal_continuations(folder: Path, *, prompts: int, length: int, count: int) 
             whole = model.generate(
                 torch.from_numpy(row[None]), max_new_tokens=count, do_sample=False, eos_token_id=-1
             )
-        made = [step[0] for step in generate_static(decoder, [row.tolist()], max_new_tokens=count)]
+        made = [step[0] for step in generate(decoder, [row.tolist()], max_new_tokens=count)]
         equal += whole[0, length:].tolist() == made
     return equal

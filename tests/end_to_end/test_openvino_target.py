@@ -20,7 +20,7 @@ from test_bench_kinds import RECIPE, STATIC, bench, made
 from test_quantize import quantkit, refused
 from transformers import AutoModelForCausalLM
 
-from quantkit.runtime.static_decoder import open_static_decoder, run_prompt, start, step
+from quantkit.runtime.static_decoder import StaticRow, open_static_decoder, run_prompt
 
 IDS = np.random.default_rng(0).integers(1, 60, 20)
 GIVEN = 8
@@ -76,8 +76,9 @@ def test_both_graphs_are_the_model_whose_weights_are_rounded(artifact):
     with torch.inference_mode():
         wanted = model(input_ids=torch.from_numpy(IDS[None])).logits[0].numpy()
     decoder = open_static_decoder(artifact, threads=1)
-    state, logits = start(decoder, IDS[:GIVEN])
-    stepped = np.stack([logits, *(step(state, int(token)) for token in IDS[GIVEN:])])
+    row = StaticRow(decoder=decoder, prompt=IDS[:GIVEN])
+    logits = row.read()
+    stepped = np.stack([logits, *(row.step(int(token)) for token in IDS[GIVEN:])])
     found = error(stepped, wanted[GIVEN - 1 :])
     # A weight midway between two codes may go either way, so a few differ by one step.
     assert found.relative < 2e-3, found

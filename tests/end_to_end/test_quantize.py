@@ -28,7 +28,7 @@ from test_cli import quantkit as quantkit_alone
 from quantkit import cli
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families.decoders import FAMILIES
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 NEVER = ("--no-eval", "--min-dim", "1")
 
@@ -167,7 +167,7 @@ def test_weights_beside_the_graph(tiny, tmp_path):
     assert result.returncode == 0, result.stderr
     moved = shutil.move(tmp_path / "out", tmp_path / "elsewhere")
     assert (moved / "weights.safetensors").exists()
-    assert np.isfinite(all_logits(open_decoder(moved), np.array([[1, 2, 3]]))).all()
+    assert np.isfinite(open_decoder(moved).logits(np.array([[1, 2, 3]]))).all()
 
 
 @pytest.mark.parametrize("scheme", ["int8_block16", "int8_block64", "int8_channel"])

@@ -178,9 +178,7 @@ def test_the_reference_stays_in_float32(originals, tmp_path):
     model_map = inspect(folder)
     weights = open_weights(open_source(folder), model_map, random_weights=False)
     plan = choose(model_map, min_dim=1)
-    job = ExportJob(
-        model_map=model_map, plan=plan, weights=weights, scheme="int8_block32", target="gpu"
-    )
+    job = ExportJob(model_map=model_map, plan=plan, weights=weights, scheme="int8_block32", target="gpu")
     export_float(job, tmp_path)
     types = {tensor.data_type for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
     assert TensorProto.FLOAT16 not in types

@@ -15,7 +15,7 @@ from quantkit.errors import InputError
 from quantkit.export.rotary import RULES, rotation_of
 from quantkit.model.inspect import map_module
 from quantkit.model.model_map import Attention, PositionKind
-from quantkit.runtime.session import all_logits, open_decoder, start
+from quantkit.runtime.decoder import open_decoder, start
 
 HEAD_DIM, POSITIONS, ORIGINAL = 64, 4096, 512
 RANDOM = np.random.default_rng(0)
@@ -175,7 +175,7 @@ def test_a_longrope_model_runs_as_far_as_its_table(tmp_path):
     ids = np.random.default_rng(0).integers(0, 31, (1, ORIGINAL))
     with torch.inference_mode():
         wanted = model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
-    assert error(all_logits(decoder, ids), wanted).relative < 1e-4
+    assert error(decoder.logits(ids), wanted).relative < 1e-4
     assert decoder.context == ORIGINAL
     with pytest.raises(InputError, match=f"up to {ORIGINAL} tokens"):
         start(decoder, batch=1, capacity=ORIGINAL + 1)

@@ -13,7 +13,7 @@ from exporting import build_tiny, decoder_cases, export
 from quantkit.evaluation.models import bytes_per_token
 from quantkit.export.traffic import Traffic, from_metadata, to_metadata
 from quantkit.model.families.decoders import FAMILIES
-from quantkit.runtime.session import open_decoder
+from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.static_decoder import StaticDecoder
 
 ROW_READERS = ("Gather", "GroupQueryAttention", "RotaryEmbedding")  # of tables, and of angles
@@ -69,6 +69,6 @@ def test_windows_end_what_is_read():
 
 
 def test_a_cache_of_fixed_size_is_read_whole():
-    decoder = StaticDecoder(prompt=None, decode=None, num_prompt=8, num_past=31, cache_type=np.uint16)
+    decoder = StaticDecoder(prompt=None, decode=None, fixed_length=8, num_past=31, cache_type=np.uint16)
     traffic = Traffic(weight_bytes=0, caches=((10, None),))
     assert bytes_per_token(decoder, traffic, (8, 4)) == 32 * 10 * 2

@@ -10,8 +10,8 @@ import torch
 from exporting import NOTHING, build_tiny, error, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from quantkit.cli.requests import hidden_units
+
 from quantkit.errors import InputError
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source

@@ -14,8 +14,8 @@ import time
 
 import pytest
 from exporting import build_tiny
-
 from quantkit.cli.requests_protect import protect
+
 from quantkit.errors import InputError
 from quantkit.model.families.decoders import FAMILIES
 from quantkit.pipeline.quantize import quantize

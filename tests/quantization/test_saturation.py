@@ -23,7 +23,7 @@ from quantkit.plan.formats import SCHEMES, Format, Grid
 from quantkit.plan.targets import TARGETS, format_on
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.grid import encode, range_of
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 INT16 = np.iinfo(np.int16)
 GRIDS = {
@@ -114,7 +114,7 @@ def exported(tmp_path_factory):
 
 
 def logits_of(folder):
-    return all_logits(open_decoder(folder, threads=1), IDS)
+    return open_decoder(folder, threads=1).logits(IDS)
 
 
 def test_the_files_codes_keep_to_the_grid(exported):

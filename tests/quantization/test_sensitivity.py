@@ -16,7 +16,7 @@ from quantkit.plan.select import choose
 from quantkit.quantization.layout import contents_of
 from quantkit.quantization.sensitivity import measure_sensitivity
 from quantkit.quantization.simulate import round_blocks
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 SIZES = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
 LLAMA = {
@@ -115,7 +115,7 @@ def test_losses_of_all_products_add_up_to_about_that_of_the_exported_model(tmp_p
     decoder = open_decoder(tmp_path / "out", threads=1)
     with torch.inference_mode():
         p = model(input_ids=torch.from_numpy(TOKENS)).logits.double().log_softmax(-1)
-    q = torch.from_numpy(all_logits(decoder, TOKENS)).double().log_softmax(-1)
+    q = torch.from_numpy(decoder.logits(TOKENS)).double().log_softmax(-1)
     whole = float((p.exp() * (p - q)).sum(-1).mean())
     assert sum(unit.options[1].loss for unit in found) == pytest.approx(whole, rel=0.5)
 

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as arrays
 from quantkit.errors import InputError
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import Recipe
+from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.generate import Sampling, check_sampling, choose_tokens, generate, probabilities
-from quantkit.runtime.session import all_logits, open_decoder
 from quantkit.runtime.tokenizer import open_text
 
 LOGITS = arrays.arrays(
@@ -155,7 +155,7 @@ def test_greedy_is_the_most_likely_token_of_every_prefix(demo):
         (made,) = answers(decoder, [prompt])
         ids = list(prompt)
         for token in made:
-            logits = all_logits(decoder, np.array([ids], np.int64))[0, -1]
+            logits = decoder.logits(np.array([ids], np.int64))[0, -1]
             assert token == logits.argmax()
             ids.append(token)
     assert len(set(made)) > 2, "the model says something"
@@ -178,9 +178,9 @@ def test_prompts_of_a_batch_have_the_logits_that_they_have_alone(demo):
     longest = max(len(prompt) for prompt in prompts)
     ids = np.array([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
     mask = np.array([[1] * len(prompt) + [0] * (longest - len(prompt)) for prompt in prompts])
-    together = all_logits(decoder, ids, mask)
+    together = decoder.logits(ids, mask)
     for prompt, made in zip(prompts, together, strict=True):
-        assert (made[: len(prompt)] == all_logits(decoder, np.array([prompt]))[0]).all()
+        assert (made[: len(prompt)] == decoder.logits(np.array([prompt]))[0]).all()
 
 
 def test_seeds_reproduce(demo):

@@ -21,21 +21,10 @@ from quantkit.model.families.decoders import FAMILIES
 from quantkit.pipeline.export import WEIGHTS_FILE
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.simulate import fake_quantize
-from quantkit.runtime.generate import Sampling
-from quantkit.runtime.session import Decoder
-from quantkit.runtime.traced import (
-    LATER_FILE,
-    NotTextError,
-    Traced,
-    generate_traced,
-    go_on,
-    holds_model,
-    open_generator,
-    open_traced,
-    read_prompt,
-    read_start_ids,
-    traced_logits,
-)
+from quantkit.runtime.generate import Sampling, generate
+from quantkit.runtime.graph import NotTextError, holds_model
+from quantkit.runtime.session import open_session
+from quantkit.runtime.traced import LATER_FILE, Traced, go_on, read_prompt, read_start_ids
 
 REASON = why_not_trace()
 needs_optimum = pytest.mark.skipif(
@@ -85,7 +74,7 @@ def both(name, row, folder):
     model.save_pretrained(folder / "model")
     for kind, min_dim in (("float", NOTHING), ("int8", 1)):
         export(folder / "model", folder / kind, min_dim=min_dim, original=folder / "model")
-    opened = [open_traced(folder / kind, threads=1) for kind in ("float", "int8")]
+    opened = [open_session(folder / kind, threads=1) for kind in ("float", "int8")]
     return model, *opened, folder / "int8"
 
 
@@ -130,7 +119,7 @@ def step_by_step(model, ids, first=4):
 
 
 def answers(model, prompts, **options):
-    steps = list(generate_traced(model, prompts, **{"max_new_tokens": COUNT, **options}))
+    steps = list(generate(model, prompts, **{"max_new_tokens": COUNT, **options}))
     return [list(row) for row in zip(*steps, strict=True)]
 
 
@@ -145,16 +134,16 @@ def assert_is_fake_quantized(made, fake, original):
 def test_a_decoders_logits(decoder):
     model, full, quantized, folder = decoder
     wanted = torch_logits(model, IDS)
-    assert error(traced_logits(full, IDS), wanted).relative < 1e-4
+    assert error(full.logits(IDS), wanted).relative < 1e-4
     fake = fake_quantize(copy.deepcopy(model), open_checkpoint(folder / WEIGHTS_FILE))
-    assert_is_fake_quantized(traced_logits(quantized, IDS), torch_logits(fake, IDS), wanted)
+    assert_is_fake_quantized(quantized.logits(IDS), torch_logits(fake, IDS), wanted)
 
 
 @needs_optimum
 def test_a_cache_changes_nothing(decoder):
     _, full, quantized, _ = decoder
     for model in (full, quantized):
-        whole, stepped = traced_logits(model, IDS), step_by_step(model, IDS)
+        whole, stepped = model.logits(IDS), step_by_step(model, IDS)
         assert error(stepped, whole[:, [3, *range(5, 9)]]).relative < 1e-5
 
 
@@ -168,7 +157,7 @@ def test_a_decoder_says_what_transformers_says(decoder):
         assert answers(quantized, [prompt]) == [row], "a row is the same alone and beside others"
         ids = list(prompt)
         for token in row:
-            assert token == traced_logits(quantized, np.array([ids]))[0, -1].argmax()
+            assert token == quantized.logits(np.array([ids]))[0, -1].argmax()
             ids.append(token)
 
 
@@ -176,11 +165,11 @@ def test_a_decoder_says_what_transformers_says(decoder):
 def test_logits_of_an_answer(answering):
     model, full, quantized, folder = answering
     wanted = torch_logits(model, IDS, decoder_input_ids=ANSWER)
-    assert error(traced_logits(full, ANSWER, encoder_ids=IDS), wanted).relative < 1e-4
+    assert error(full.answer_logits(IDS, ANSWER), wanted).relative < 1e-4
     fake = fake_quantize(copy.deepcopy(model), open_checkpoint(folder / WEIGHTS_FILE))
-    made = traced_logits(quantized, ANSWER, encoder_ids=IDS)
+    made = quantized.answer_logits(IDS, ANSWER)
     assert_is_fake_quantized(made, torch_logits(fake, IDS, decoder_input_ids=ANSWER), wanted)
-    other = traced_logits(full, ANSWER, encoder_ids=IDS[:, ::-1])
+    other = full.answer_logits(IDS[:, ::-1], ANSWER)
     assert error(other, wanted).relative > 1e-3, "the encoder is heard"
 
 
@@ -257,7 +246,7 @@ def test_an_encoder_has_a_context_of_its_own(answering):
 )
 def test_wrong_prompts(decoder, prompts, words):
     with pytest.raises(InputError, match=words):
-        next(generate_traced(decoder[1], prompts, max_new_tokens=1))
+        next(generate(decoder[1], prompts, max_new_tokens=1))
 
 
 @needs_optimum
@@ -267,17 +256,17 @@ def test_a_lost_or_damaged_file_is_named(answering, tmp_path):
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / LATER_FILE).unlink()
     with pytest.raises(NotTextError, match=f"no {LATER_FILE}"):
-        open_traced(tmp_path)
+        open_session(tmp_path)
     (tmp_path / LATER_FILE).write_bytes(b"no graph")
     with pytest.raises(InputError, match=LATER_FILE) as caught:
-        open_traced(tmp_path)
+        open_session(tmp_path)
     assert not isinstance(caught.value, NotTextError)
 
 
 def assert_is_opened(folder):
     assert holds_model(folder)
     assert not holds_model(folder.parent / "model"), "a checkpoint is no exported model"
-    assert isinstance(open_generator(folder, threads=1), Traced)
+    assert isinstance(open_session(folder, threads=1), Traced)
 
 
 @needs_optimum
@@ -295,11 +284,11 @@ def test_a_fused_model_is_opened_as_such(name, is_text, tmp_path):
     row = FAMILIES[name]
     build_tiny(row.tiny_class, dict(row.tiny)).save_pretrained(tmp_path / "model")
     export(tmp_path / "model", tmp_path / "out")
-    if is_text:
-        assert isinstance(open_generator(tmp_path / "out", threads=1), Decoder)
-    else:
+    session = open_session(tmp_path / "out", threads=1)
+    assert (session.kind, session.generates) == (("decoder", True) if is_text else ("encoder", False))
+    if not is_text:
         with pytest.raises(InputError, match="text"):
-            open_generator(tmp_path / "out", threads=1)
+            next(generate(session, [[1]], max_new_tokens=1))
 
 
 @pytest.mark.once

@@ -25,8 +25,8 @@ from tqdm import tqdm
 from quantkit.errors import InputError
 from quantkit.evaluation.lm_eval.scoring import continue_prompts, rolling_windows, score_continuations
 from quantkit.evaluation.lm_eval.special_tokens import read_special_tokens
+from quantkit.runtime.decoder import Decoder, open_decoder
 from quantkit.runtime.generate import Sampling
-from quantkit.runtime.session import Decoder, open_decoder
 from quantkit.runtime.tokenizer import open_text
 
 MODEL_NAME = "quantkit"

@@ -18,8 +18,8 @@ import numpy as np
 
 from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import score_tokens
+from quantkit.runtime.decoder import Decoder, last_logits
 from quantkit.runtime.generate import Sampling, generate
-from quantkit.runtime.session import Decoder, last_logits
 from quantkit.runtime.tokenizer import Text
 
 AUTO_BYTES = 256 << 20  # of logits that a batch of automatic size may make

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, Half, read_half
 from quantkit.private.host.model import FEATURES, NEW_FEATURES, Host
-from quantkit.runtime.generate import Sampling, checked, continue_rows
-from quantkit.runtime.session import open_session
+from quantkit.runtime.generate import Sampling, generate
+from quantkit.runtime.graph import open_graph
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -91,8 +92,8 @@ def local(host: Host) -> Opener:
 def open_client(folder: Path, *, threads: int | None = None) -> Client:
     """Open a client's folder."""
     half = read_half(folder, CLIENT)
-    embedding = open_session(folder / EMBEDDING_FILE, threads=1)  # a few rows of a table
-    head = open_session(folder / HEAD_FILE, threads=threads, spins=False)  # the host's turn comes next
+    embedding = open_graph(folder / EMBEDDING_FILE, threads=1)  # a few rows of a table
+    head = open_graph(folder / HEAD_FILE, threads=threads, spins=False)  # the host's turn comes next
     return Client(
         embedding=embedding,
         head=head,
@@ -100,6 +101,66 @@ def open_client(folder: Path, *, threads: int | None = None) -> Client:
         vocab_size=int(head.get_outputs()[0].shape[-1]),
         has_positions="position_ids" in {each.name for each in embedding.get_inputs()},
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectedClient:
+    """A client, and the way to its host; what it opened there is closed with `opened`."""
+
+    client: Client
+    opener: Opener
+    opened: ExitStack
+
+    @property
+    def vocab_size(self) -> int:
+        return self.client.vocab_size
+
+    def begin(self, prompts: Sequence[Sequence[int]], num_new: int) -> ClientBatch:
+        """A session at the host for every prompt."""
+        longest = max(len(prompt) for prompt in prompts) + num_new
+        half = self.client.half
+        if longest > half.context:
+            raise InputError(
+                f"{longest} tokens of prompt and answer are more than the model's context",
+                where="length",
+                allowed=f"up to {half.context} tokens together",
+                next_step="shorten the prompt or ask for fewer new tokens",
+            )
+        sessions = []
+        for prompt in prompts:
+            session = self.opener(pair=half.pair, width=half.width, capacity=len(prompt) + num_new)
+            self.opened.callback(session.close)
+            sessions.append(session)
+        return ClientBatch(client=self.client, prompts=prompts, sessions=sessions)
+
+
+@dataclass(kw_only=True, slots=True)
+class ClientBatch:
+    """Prompts, each with its session at the host and the features of its last token."""
+
+    client: Client
+    prompts: Sequence[Sequence[int]]
+    sessions: Sequence[Session]
+    features: list[Floats] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def read(self) -> Floats:
+        self.features = [
+            session.advance(self.client.embed(np.asarray(prompt, np.int64), 0))
+            for session, prompt in zip(self.sessions, self.prompts, strict=True)
+        ]
+        self.lengths = [len(prompt) for prompt in self.prompts]
+        return self._logits()
+
+    def step(self, tokens: Ints, open_rows: Sequence[int]) -> Floats:
+        for row in open_rows:
+            features_TI = self.client.embed(tokens[row : row + 1], self.lengths[row])
+            self.features[row] = self.sessions[row].advance(features_TI)
+            self.lengths[row] += 1
+        return self._logits()
+
+    def _logits(self) -> Floats:
+        return self.client.logits(np.stack(self.features))[:, -1]
 
 
 def generate_split(
@@ -112,39 +173,8 @@ def generate_split(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[list[int | None]]:
     """The next token of every row, step by step; each row has a session of its own."""
-    sampling = checked(sampling, prompts, client.vocab_size)
-    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    if longest > client.half.context:
-        raise InputError(
-            f"{longest} tokens of prompt and answer are more than the model's context",
-            where="length",
-            allowed=f"up to {client.half.context} tokens together",
-            next_step="shorten the prompt or ask for fewer new tokens",
+    with ExitStack() as opened:
+        connected = ConnectedClient(client=client, opener=opener, opened=opened)
+        yield from generate(
+            connected, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids
         )
-    sessions: list[Session] = []
-    try:
-        for prompt in prompts:
-            capacity = len(prompt) + max_new_tokens
-            sessions.append(opener(pair=client.half.pair, width=client.half.width, capacity=capacity))
-        features = [
-            session.advance(client.embed(np.asarray(prompt, np.int64), 0))
-            for session, prompt in zip(sessions, prompts, strict=True)
-        ]
-        places = [len(prompt) for prompt in prompts]
-
-        def advance(tokens_B: Ints, open_rows: list[int]) -> Floats:
-            for row in open_rows:
-                features[row] = sessions[row].advance(client.embed(tokens_B[row : row + 1], places[row]))
-                places[row] += 1
-            return client.logits(np.stack(features))[:, -1]
-
-        yield from continue_rows(
-            client.logits(np.stack(features))[:, -1],
-            advance,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_ids=stop_ids,
-        )
-    finally:
-        for session in sessions:
-            session.close()

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.private.files import HOST, MANIFEST, read_half
 from quantkit.private.protocol import ProtocolError, Status
-from quantkit.runtime.session import MODEL_FILE, Decoder, State, decoder_of, open_session, positions_of, start
+from quantkit.runtime.decoder import Decoder, State, decoder_of, positions_of, start
+from quantkit.runtime.graph import MODEL_FILE, open_graph
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -86,7 +87,7 @@ def open_host(
     """Open a host's folder; nothing of it names a model."""
     half = read_half(folder, HOST)
     require_files(folder)
-    decoder = decoder_of(open_session(folder / MODEL_FILE, threads=threads))
+    decoder = decoder_of(open_graph(folder / MODEL_FILE, threads=threads))
     shapes = {each.name: each.shape for each in decoder.session.get_inputs()}
     if FEATURES not in shapes or shapes[FEATURES][-1] != half.width or not decoder.caches:
         raise InputError(
@@ -159,7 +160,7 @@ def whole_text(decoder: Decoder, features_BTI: Floats) -> tuple[Floats, list[Flo
 
 
 def _with_even_count(features_BTI: Floats, shown: Ints) -> tuple[Floats, Ints]:
-    """Padded on the right where tokens are an odd number, for the reason that runtime/session.py gives."""
+    """Padded on the right where tokens are an odd number, for the reason that runtime/decoder.py gives."""
     if shown.size % 2 == 0:
         return features_BTI, shown
     return np.pad(features_BTI, ((0, 0), (0, 1), (0, 0))), np.pad(shown, ((0, 0), (0, 1)))

@@ -32,9 +32,9 @@ import onnxruntime
 
 from quantkit.model.model_map import to_json
 from quantkit.plan.min_dim import FLOAT, Product, ShapeTime
+from quantkit.runtime.graph import open_graph
 from quantkit.runtime.machine.facts import read_memory
 from quantkit.runtime.machine.throughput import cache_folder, machine_key
-from quantkit.runtime.session import open_session
 
 CACHE_INDEX = Path("/sys/devices/system/cpu/cpu0/cache")
 USUAL_CACHE_BYTES = 32 << 20
@@ -139,7 +139,7 @@ def _measure_shape(
     runs: dict[tuple[str, int], Callable[[], None]] = {}
     for (name, rows), count in copies.items():
         with tempfile.TemporaryDirectory(prefix="quantkit-", ignore_cleanup_errors=True) as folder:
-            session = open_session(build(Path(folder), product, name, count), threads=settings.threads)
+            session = open_graph(build(Path(folder), product, name, count), threads=settings.threads)
         runs[name, rows] = _runner(session, product, rows, count)
     del session
     samples: dict[tuple[str, int], list[float]] = {key: [] for key in runs}

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from quantkit.model.model_map import to_json
 from quantkit.runtime.encoder import ENDS
+from quantkit.runtime.generate import Batch
 from quantkit.runtime.machine.checks import check_provider
 from quantkit.runtime.machine.facts import read_cpu, read_hardware
 from quantkit.runtime.providers.compiled import compile_kept, find
@@ -39,9 +40,8 @@ from quantkit.runtime.providers.placement import (
 )
 from quantkit.runtime.providers.status import provider_status
 from quantkit.runtime.providers.table import RELU_MODEL, Provider, one_line, open_on
-from quantkit.runtime.session import State, decoder_of, start, step
+from quantkit.runtime.session import OPENERS, kind_of
 from quantkit.runtime.static_decoder import FOLDED_WEIGHTS
-from quantkit.runtime.traced import TracedState, go_on, read_prompt, traced_decoder
 
 FEWEST_RUNS, MOST_RUNS = 3, 15
 PATIENCE = 4.0  # times the seconds asked for, after which even fewer runs must do: emulators are slow
@@ -214,27 +214,19 @@ def _free_phases(trial: Trial, session: onnxruntime.InferenceSession) -> Phases:
     """One file that takes texts of any length."""
     asked = trial.asked
     ids = np.ones((1, asked.prompt), np.int64)
-    token = ids[:, :1]
-    decoder = decoder_of(session)
-    if not decoder.caches:
+    kind = kind_of(session)
+    if kind == "encoder":
         feeds = feeds_of(session, ids=ids)
         return Phases(prompt_length=asked.prompt, prefill=lambda: session.run(None, feeds))
-    if decoder.metadata.get("kind", "decoder") != "decoder":
-        model, texts = traced_decoder(session), list[TracedState]()
-
-        def read() -> None:
-            texts[:] = [read_prompt(model, ids)[0]]
-
-        return Phases(prompt_length=asked.prompt, prefill=read, step=lambda: go_on(texts[0], token))
-    states: list[State] = []
+    model, batches = OPENERS[kind](session, asked.folder), list[Batch]()
 
     def prepare() -> None:
-        states[:] = [start(decoder, batch=1, capacity=asked.prompt + asked.decode)]
+        batches[:] = [model.begin(ids.tolist(), asked.decode)]
 
     return Phases(
         prompt_length=asked.prompt,
-        prefill=lambda: step(states[0], ids),
-        step=lambda: step(states[0], token),
+        prefill=lambda: batches[0].read(),  # noqa: PLW0108 (a new batch in every run)
+        step=lambda: batches[0].step(ids[0, :1], (0,)),
         prepare=prepare,
     )
 

@@ -16,7 +16,7 @@ from quantkit.evaluation.lm_eval import scoring
 from quantkit.evaluation.lm_eval.command import run, with_model
 from quantkit.evaluation.lm_eval.scoring import last_logits, rolling_windows, score_continuations, until
 from quantkit.model.families.decoders import FAMILIES
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 MAX_LENGTH = 24
 
@@ -111,7 +111,7 @@ def test_an_automatic_batch_keeps_its_logits_small(tiny, monkeypatch):
 def test_the_last_logits_are_the_end_of_all(tiny):
     for decoder in tiny[1:]:
         ids = np.random.default_rng(1).integers(0, decoder.vocab_size, (2, 9))
-        whole = all_logits(decoder, ids)
+        whole = decoder.logits(ids)
         np.testing.assert_allclose(last_logits(decoder, ids, 4), whole[:, -4:], rtol=1e-5, atol=1e-6)
 
 

@@ -27,7 +27,7 @@ from quantkit.export.fused.int8_cache import (
     widen,
 )
 from quantkit.export.graph import CONTRIB
-from quantkit.runtime.session import positions_of
+from quantkit.runtime.decoder import positions_of
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 GENERATOR = np.random.default_rng(0)

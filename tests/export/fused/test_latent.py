@@ -23,7 +23,7 @@ from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.simulate import fake_quantize
-from quantkit.runtime.session import all_logits, open_decoder, positions_of
+from quantkit.runtime.decoder import open_decoder, positions_of
 
 HEADS, HIDDEN = 4, 256
 SIZES = {
@@ -57,7 +57,9 @@ def export(folder, out, *, scheme="int8_block32", min_dim=1, keeps=True, **optio
     if keeps:
         model_map = keep_latents(model_map, weights)
     plan = choose(model_map, min_dim=min_dim)
-    exported = write_model(model_map, plan, weights, out, scheme=scheme, **{"keeps_checkpoint": True, **options})
+    exported = write_model(
+        model_map, plan, weights, out, scheme=scheme, **{"keeps_checkpoint": True, **options}
+    )
     write_companions(source, model_map, out)
     return model_map, plan, exported
 
@@ -112,7 +114,7 @@ def test_float_latents_are_those_of_torch(drifted, tmp_path):
         assert error(made[f"latents.{index}"], expected).absolute < 1e-4
     with torch.inference_mode():
         logits = model(input_ids=torch.from_numpy(IDS)).logits.numpy()
-    assert error(all_logits(open_decoder(tmp_path / "out", threads=1), IDS), logits).relative < 1e-5
+    assert error(open_decoder(tmp_path / "out", threads=1).logits(IDS), logits).relative < 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["int8_block32", "int8_block64", "int4_block32_zeros", "int8_channel"])

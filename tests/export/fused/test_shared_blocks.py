@@ -21,7 +21,8 @@ from quantkit.plan.cost.specification import specify
 from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.simulate import fake_quantize
-from quantkit.runtime.traced import go_on, open_traced, read_prompt, traced_logits
+from quantkit.runtime.session import open_session
+from quantkit.runtime.traced import go_on, read_prompt
 
 DEPTH, HIDDEN, WIDE = 3, 64, 256
 SIZES = {
@@ -54,7 +55,7 @@ def logits_of(model):
 
 
 def stepwise(folder):
-    model = open_traced(folder)
+    model = open_session(folder)
     state, first = read_prompt(model, READ)
     return np.stack([first, *(go_on(state, WRITTEN[:, at : at + 1]) for at in range(1, 6))], axis=1)
 
@@ -81,7 +82,7 @@ def test_an_encoder_decoder_goes_the_whole_way(changes, tmp_path):
     model = one_wide(tmp_path / "model", **changes)
     wanted = logits_of(model)
     export(tmp_path / "model", tmp_path / "float", min_dim=NOTHING, original=tmp_path / "model")
-    made = traced_logits(open_traced(tmp_path / "float"), WRITTEN, encoder_ids=READ)
+    made = open_session(tmp_path / "float").answer_logits(READ, WRITTEN)
     assert error(made, wanted).relative < 1e-5
     assert error(stepwise(tmp_path / "float"), wanted).relative < 1e-5
     exported = export(tmp_path / "model", tmp_path / "int8", original=tmp_path / "model")
@@ -90,7 +91,7 @@ def test_an_encoder_decoder_goes_the_whole_way(changes, tmp_path):
     checkpoint = open_checkpoint(tmp_path / "int8" / "weights.safetensors")
     fake = logits_of(fake_quantize(model, checkpoint))
     for made in (
-        traced_logits(open_traced(tmp_path / "int8"), WRITTEN, encoder_ids=READ),
+        open_session(tmp_path / "int8").answer_logits(READ, WRITTEN),
         stepwise(tmp_path / "int8"),
     ):
         assert error(made, fake).relative < 2e-2

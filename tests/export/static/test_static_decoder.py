@@ -19,14 +19,8 @@ from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.pipeline.static_recipe import settle_static
 from quantkit.recipe import Recipe, override
-from quantkit.runtime.static_decoder import (
-    generate_static,
-    join,
-    open_static_session,
-    run_prompt,
-    start,
-    step,
-)
+from quantkit.runtime.generate import generate
+from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt
 
 CASES = decoder_cases()
 PROMPT, PAST, GIVEN = 12, 30, 10
@@ -47,8 +41,9 @@ def opened(paths, **options):
 
 def step_by_step(decoder, ids, given):
     """Logits after a prompt and after each token that follows."""
-    state, logits = start(decoder, ids[:given])
-    return np.stack([logits, *(step(state, int(token)) for token in ids[given:])])
+    row = StaticRow(decoder=decoder, prompt=ids[:given])
+    logits = row.read()
+    return np.stack([logits, *(row.step(int(token)) for token in ids[given:])])
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)
@@ -153,15 +148,16 @@ def test_the_cache_ends_and_says_so(tmp_path):
     build("gpt2", FAMILIES["gpt2"].tiny, tmp_path / "model")
     graphs = emit_both(tmp_path / "model", tmp_path / "out", prompt=PROMPT, past=14)
     decoder = opened(graphs.save("float"))
-    made = list(generate_static(decoder, [[1, 2, 3]], max_new_tokens=12))
+    made = list(generate(decoder, [[1, 2, 3]], max_new_tokens=12))
     assert len(made) == 12  # 14 in the cache, and one behind it
-    state, _ = start(decoder, IDS[:12])
+    row = StaticRow(decoder=decoder, prompt=IDS[:12])
+    _ = row.read()
     for _ in range(3):
-        step(state, 1)
+        row.step(1)
     with pytest.raises(InputError, match="up to 14"):
-        step(state, 1)
+        row.step(1)
     with pytest.raises(InputError, match="1 to 12 tokens"):
-        start(decoder, IDS[:13])
+        run_prompt(decoder.prompt, IDS[:13])
 
 
 def test_what_has_no_static_graph_is_named(tmp_path):

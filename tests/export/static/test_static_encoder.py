@@ -31,11 +31,12 @@ from quantkit.pipeline.quantize import quantize as quantize_whole
 from quantkit.plan.targets import Target
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.encoder import encode, encoder_of
+from quantkit.runtime.generate import generate
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 from quantkit.runtime.providers.trial_stages import Trial, write_logits
 from quantkit.runtime.ranges import observe_ranges
+from quantkit.runtime.session import open_session
 from quantkit.runtime.static_decoder import open_static_session
-from quantkit.runtime.traced import open_generator
 
 DEMO = Path(__file__).parents[3] / "quantkit" / "assets" / "demo"
 needs_qnn = pytest.mark.skipif(
@@ -317,7 +318,7 @@ def test_the_whole_pipeline(class_name, tmp_path):
     for value in onnx.load(graph, load_external_data=False).graph.input:
         assert [size.dim_value for size in value.type.tensor_type.shape.dim] == [1, LENGTH]
     with pytest.raises(InputError, match="quantkit package"):
-        open_generator(tmp_path / "out")
+        next(generate(open_session(tmp_path / "out"), [[1]], max_new_tokens=1))
     with pytest.raises(InputError, match="keeps no cache"):
         quantize_whole(recipe=override(recipe, {"static.cache": 30}), output=tmp_path / "other")
     assert not (tmp_path / "other").exists()

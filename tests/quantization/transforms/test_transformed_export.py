@@ -14,7 +14,7 @@ from quantkit.model.weights.open import open_weights
 from quantkit.pipeline.export import write_companions
 from quantkit.plan.select import choose
 from quantkit.quantization.transforms import TRANSFORMS
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 IDS = np.random.default_rng(0).integers(1, 60, (2, 20))
 CHAINS = {
@@ -45,7 +45,7 @@ def test_the_float_graph_of_a_changed_model_is_the_model(family, chain, tmp_path
     plan = choose(model_map, min_dim=NOTHING)
     write_model(model_map, plan, tensors, out, scheme="int8_block32")
     write_companions(source, model_map, out)
-    made = all_logits(open_decoder(out, threads=1), IDS)
+    made = open_decoder(out, threads=1).logits(IDS)
     with torch.inference_mode():
         wanted = model(input_ids=torch.from_numpy(IDS), use_cache=False).logits.numpy()
     assert error(made, wanted).relative < 1e-4
@@ -67,7 +67,7 @@ def test_a_rotated_model_is_quantized_as_planned(family, tmp_path):
     exported = write_model(model_map, plan, tensors, out, scheme="int8_block32")
     assert set(exported.placement.projections) == {layer.name for layer in model_map.layers}
     write_companions(source, model_map, out)
-    made = all_logits(open_decoder(out, threads=1), IDS)
+    made = open_decoder(out, threads=1).logits(IDS)
     with torch.inference_mode():
         wanted = model(input_ids=torch.from_numpy(IDS), use_cache=False).logits.numpy()
     assert 1e-4 < error(made, wanted).relative < 0.1, "the quantization shows, and is small"

@@ -15,7 +15,7 @@ from quantkit.errors import InputError
 from quantkit.export.static.qdq import Bits
 from quantkit.model.families.decoders import FAMILIES
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
-from quantkit.runtime.static_decoder import join, open_static_session, run_prompt, start, step
+from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt
 from quantkit.runtime.tokenizer import open_text
 
 HAS_QNN = bool(plugin_devices(PROVIDERS["qnn"]))
@@ -28,8 +28,9 @@ PROMPT, PAST = 32, 48
 
 
 def logits_of(decoder, ids, given):
-    state, logits = start(decoder, ids[:given])
-    return np.stack([logits, *(step(state, int(token)) for token in ids[given:])])
+    row = StaticRow(decoder=decoder, prompt=ids[:given])
+    logits = row.read()
+    return np.stack([logits, *(row.step(int(token)) for token in ids[given:])])
 
 
 @pytest.mark.parametrize("bits", [Bits(), Bits(products=8)], ids=["16", "16-8"])

@@ -1,0 +1,91 @@
+"""A written report.json read back as a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from quantkit.errors import InputError
+from quantkit.report.document import Report
+
+Json = Mapping[str, Any]
+
+
+def read_report(folder: Path) -> Report:
+    """The report of an artifact folder."""
+    path = folder / "report.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        report = record_of(Report, _as_fields(document))
+    except OSError as error:
+        raise InputError(
+            f"cannot be read ({error.strerror})",
+            where=str(path),
+            allowed="a folder that 'quantkit quantize' wrote",
+            next_step="check the path, or quantize a model first",
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"not a report ({type(error).__name__}: {error})",
+            where=str(path),
+            next_step="quantize again to write it anew",
+        ) from error
+    assert isinstance(report, Report)
+    return report
+
+
+def record_of(kind: Any, value: Any) -> Any:
+    """A value of a type from its JSON form; the inverse of `to_json` for frozen records."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if value is None or kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return record_of(next(part for part in arguments if part is not types.NoneType), value)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        known = {field.name for field in dataclasses.fields(kind)}
+        return kind(**{name: record_of(hints[name], part) for name, part in value.items() if name in known})
+    if origin is tuple:
+        parts = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
+        return tuple(record_of(part, entry) for part, entry in zip(parts, value, strict=True))
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(value)
+    return value
+
+
+def _as_fields(document: Json) -> dict[str, Any]:
+    """The document with accuracy and latency under the names of their records' fields."""
+    fields = dict(document)
+    if fields.get("accuracy"):
+        accuracy = dict(fields["accuracy"])
+        perplexity, protocol = accuracy.pop("perplexity"), accuracy.pop("protocol")
+        fields["accuracy"] = accuracy | protocol
+        fields["accuracy"] |= {
+            "reference": {
+                "value": perplexity["reference"],
+                "standard_error": perplexity["reference_standard_error"],
+            },
+            "quantized": {
+                "value": perplexity["quantized"],
+                "standard_error": perplexity["quantized_standard_error"],
+            },
+            "increase": perplexity["increase"],
+            "increase_standard_error": perplexity["increase_standard_error"],
+        }
+    fields["latency"] = [_latency_fields(entry) for entry in fields.get("latency", ())]
+    return fields
+
+
+def _latency_fields(entry: Json) -> dict[str, Any]:
+    reference = entry.get("reference", {})
+    return {
+        **entry,
+        "reference": reference.get("name"),
+        "prefill_reference": reference.get("prefill"),
+        "decode_reference": reference.get("decode"),
+    }

@@ -1,0 +1,89 @@
+"""One ONNX file in onnxruntime: how it is opened, its metadata, and the file names of an artifact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.runtime.huge_pages import huge_pages
+from quantkit.runtime.machine.facts import read_cpu
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Kind = Literal["decoder", "encoder", "static", "traced", "encoder_decoder"]
+MODEL_FILE = "model.onnx"
+PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"  # of a decoder whose shapes are fixed
+ENCODER_FILE = "encoder_model.onnx"
+PAST, PRESENT = "past_key_values", "present"
+
+
+class NotTextError(InputError):
+    """Sound files that read or write other things than text."""
+
+
+def holds_static(folder: Path) -> bool:
+    """Whether the folder is a decoder of two graphs of fixed shapes."""
+    return (folder / PROMPT_FILE).exists() and (folder / DECODE_FILE).exists()
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether the folder is an artifact and not a checkpoint."""
+    return any((folder / name).exists() for name in (MODEL_FILE, ENCODER_FILE)) or holds_static(folder)
+
+
+def open_graph(path: Path, *, threads: int | None = None, spins: bool = True) -> onnxruntime.InferenceSession:
+    """One graph on the CPU; a file that onnxruntime refuses is an input error.
+
+    Worker threads spin between runs, unless another session needs the cores then.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or read_cpu().num_threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    if not spins:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not path.exists() and (path.parent / PROMPT_FILE).exists():
+        raise InputError(
+            "these are graphs of fixed shapes, which this cannot run",
+            where=str(path.parent),
+            allowed="generate, eval, bench, report, compare and package",
+            next_step="quantize with --target cpu for anything else",
+        )
+    if not path.exists():
+        raise InputError(
+            "no such file",
+            where=str(path),
+            allowed="a folder that 'quantkit quantize' wrote",
+            next_step="check the path, or quantize a model first",
+        )
+    try:
+        with huge_pages():
+            return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own exceptions share no useful base class
+        raise InputError(
+            f"onnxruntime {onnxruntime.__version__} cannot load it ({' '.join(str(error).split())[:300]})",
+            where=str(path),
+            next_step="copy the folder again with all of its files, or quantize again",
+        ) from error
+
+
+def open_model_file(path: Path, *, threads: int | None = None) -> onnxruntime.InferenceSession:
+    """The graph of an artifact of one file; `path` is the folder or the file."""
+    return open_graph(path / MODEL_FILE if path.is_dir() else path, threads=threads)
+
+
+def metadata_of(session: onnxruntime.InferenceSession) -> dict[str, Any]:
+    """The metadata that the export wrote into the graph."""
+    metadata: dict[str, Any] = json.loads(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
+    return metadata
+
+
+def threads_of(session: onnxruntime.InferenceSession) -> int:
+    """Threads of one operator."""
+    return int(session.get_session_options().intra_op_num_threads)
