@@ -10,8 +10,8 @@ import torch
 from exporting import NOTHING, build_tiny, error, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantkit.cli.requests import hidden_units
 
+from quantkit.cli.inspect import show_ffn_units
 from quantkit.errors import InputError
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
@@ -20,7 +20,7 @@ from quantkit.pipeline.ffn_units import bits_lost, ffn_units, observe_units, ver
 from quantkit.plan.select import choose
 from quantkit.quantization.transforms.prune import dead_units, prune_dead
 from quantkit.report.losses import sensitivity_page
-from quantkit.runtime.session import all_logits, open_decoder
+from quantkit.runtime.decoder import open_decoder
 
 SIZES = {
     "vocab_size": 61,
@@ -169,7 +169,7 @@ def test_pruning_what_is_proved_changes_nothing(name, tmp_path):
         assert error(double(ids).logits.numpy(), wanted.numpy()).relative < 1e-14
     (tmp_path / "out").mkdir()
     write_model(pruned, choose(pruned, min_dim=NOTHING), cut, tmp_path / "out", scheme="int8_block32")
-    made = all_logits(open_decoder(tmp_path / "out", threads=1), TOKENS[:, :12])
+    made = open_decoder(tmp_path / "out", threads=1).logits(TOKENS[:, :12])
     assert error(made, wanted.numpy()).relative < 1e-5
 
 
@@ -183,20 +183,22 @@ def test_nothing_is_pruned_where_nothing_is_proved(tmp_path):
 
 @pytest.mark.once
 def test_the_page_of_the_embedded_model_says_what_its_json_says(capsys):
-    asked = {"model": "demo", "is_asked": True, "text": None, "max_tokens": "256", "trust_remote_code": False}
-    document = json.loads(hidden_units(**asked, output_format="json"))
+    def shown(output_format, *, is_wanted=True, max_tokens="256"):
+        show_ffn_units("demo", is_wanted, None, max_tokens, False, output_format)
+        return capsys.readouterr().out
+
+    document = json.loads(shown("json"))
     assert (document["num_tokens"], document["way"], len(document["layers"])) == (256, "blocks", 6)
     assert {each["hidden_features"] for each in document["layers"]} == {1024}
-    page = hidden_units(**asked, output_format="markdown")
+    page = shown("markdown")
     for each in document["layers"]:
         (line,) = (line for line in page.splitlines() if each["block"] in line)
         assert line.rstrip(" |").endswith(each["verdict"])
-    assert hidden_units(**asked, output_format="table") == ""
-    assert "transformer.h.5" in capsys.readouterr().out
+    assert "transformer.h.5" in shown("table")
     with pytest.raises(InputError, match="add --ffn"):
-        hidden_units(**{**asked, "is_asked": False}, output_format="table")
+        shown("table", is_wanted=False)
     with pytest.raises(InputError, match="--max-tokens"):
-        hidden_units(**{**asked, "max_tokens": "few"}, output_format="table")
+        shown("table", max_tokens="few")
 
 
 STRANGERS = {  # two matrices of keys, one, and one that holds both

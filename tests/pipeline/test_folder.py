@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.pipeline.artifact import MANIFEST, claim, folder_bytes, hash_files, new_artifact
+from quantkit.pipeline.folder import MANIFEST, claim, folder_bytes, hash_files, new_artifact
 
 pytestmark = pytest.mark.once
 SCRIPT = """
 import os, resource, sys, time
 from pathlib import Path
-from quantkit.pipeline.artifact import new_artifact
+from quantkit.pipeline.folder import new_artifact
 from quantkit.errors import InputError
 output, force = Path(sys.argv[1]), sys.argv[2] == "force"
 try:
@@ -196,11 +196,11 @@ def test_two_runs_at_once(halfway, tmp_path):
 def test_a_run_that_comes_too_late_does_not_replace_the_one_before(tmp_path, monkeypatch):
     """The folder was free when it looked, and not any more when it held the lock."""
     output = tmp_path / "out"
-    from quantkit.pipeline import artifact
+    from quantkit.pipeline import folder
 
-    lock = artifact._lock
+    lock = folder._lock
     monkeypatch.setattr(
-        artifact, "_lock", lambda *each: (lock(*each), output.mkdir(), (output / MANIFEST).touch())
+        folder, "_lock", lambda *each: (lock(*each), output.mkdir(), (output / MANIFEST).touch())
     )
     refused(output)
     assert traces(tmp_path) == ["out"]
@@ -314,7 +314,7 @@ def test_a_folder_serves_one_process_at_a_time_and_is_free_once_that_is_killed(t
     code = """
         import sys, time
         from pathlib import Path
-        from quantkit.pipeline.artifact import claim
+        from quantkit.pipeline.folder import claim
         folder = Path(sys.argv[1])
         print(claim(folder, locks=folder.parent / "locks").name, flush=True)
         time.sleep(60)

@@ -14,8 +14,8 @@ import time
 
 import pytest
 from exporting import build_tiny
-from quantkit.cli.requests_protect import protect
 
+from quantkit.cli.protect import protect
 from quantkit.errors import InputError
 from quantkit.model.families.decoders import FAMILIES
 from quantkit.pipeline.quantize import quantize
@@ -130,11 +130,11 @@ def test_the_key_is_in_nothing_but_its_file(place):
 REFUSED = {
     "another model's key": ({"model": "gpt2"}, "the key is for another model"),
     "an encoder": ({"model": "bert", "key": "new.key"}, "fused decoder"),
-    "no residual": ({"permutes": "ffn"}, "without 'residual'"),
-    "an unknown space": ({"permutes": "residual,x"}, "'x'; allowed: residual"),
-    "four bits": ({"settings": {"scheme": "int4_block32"}}, "allowed: schemes int8_block16"),
-    "fixed ranges": ({"settings": {"scheme": "int8_static8"}}, "allowed: schemes int8_block16"),
-    "an unknown scheme": ({"settings": {"scheme": "int3"}}, "scheme"),
+    "no residual": ({"permute": "ffn"}, "without 'residual'"),
+    "an unknown space": ({"permute": "residual,x"}, "'x'; allowed: residual"),
+    "four bits": ({"scheme": "int4_block32"}, "allowed: schemes int8_block16"),
+    "fixed ranges": ({"scheme": "int8_static8"}, "allowed: schemes int8_block16"),
+    "an unknown scheme": ({"scheme": "int3"}, "scheme"),
     "a key inside": ({"key": "out/client/a.key"}, "the key would lie inside the output"),
     "nowhere": ({"output": None}, "nowhere to write to"),
     "an older output": ({"output": "older"}, "pass --force"),
@@ -151,8 +151,8 @@ def test_what_protect_refuses(case, place, tmp_path):
     given = {
         "model": "demo",
         "output": tmp_path / "out",
-        "settings": {},
-        "permutes": "residual",
+        "min_dim": "1",
+        "permute": "residual",
         "force": False,
         "as_json": True,
         **changes,
@@ -160,7 +160,6 @@ def test_what_protect_refuses(case, place, tmp_path):
     if changes.get("output") == "older":
         given["output"] = place / "out"
     given["key"] = tmp_path / changes["key"] if "key" in changes else place / "my.key"
-    given["settings"] = {"select.min_dim": 1, **given["settings"]}
     with pytest.raises(InputError, match=reason) as raised:
         protect(**given)
     assert "\n" not in str(raised.value)
@@ -170,8 +169,8 @@ def test_what_protect_refuses(case, place, tmp_path):
 
 def test_a_host_needs_neither_torch_nor_transformers(place):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom quantkit import requests_host\n"
-        "from quantkit.runtime import host_server, host_model\n"
+        "import sys\nfrom pathlib import Path\nfrom quantkit.cli import serve_host\n"
+        "from quantkit.private.host import server, model as host_model\n"
         f"host_model.open_host(Path({str(place / 'out' / 'host')!r}), threads=1)\n"
         "print({'torch', 'transformers', 'onnx', 'pydantic'} & set(sys.modules))"
     )

@@ -14,12 +14,11 @@ import pytest
 import torch
 from calibrating import ALL, check, everything, inputs_of
 from exporting import build_tiny
-from quantkit.calibrate import collect, open_statistics, read_evidence
 from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model.families.decoders import FAMILIES
-from quantkit.quantization.calibration import store
+from quantkit.quantization.calibration import collect, open_statistics, read_evidence, store
 
 TOKENS = np.random.default_rng(0).integers(1, 60, (5, 13))
 GPT2_MATRICES = [

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quantkit.quantizers import QUANTIZERS
 
 from quantkit.plan.formats import Grid
 from quantkit.quantization.grid import decode_all
 from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding import gptq
+from quantkit.quantization.rounding import QUANTIZERS, gptq
 from quantkit.quantization.rounding.gptq import DAMPING, SCARCITY, factorise, with_feedback
 
 pytestmark = pytest.mark.once

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quantkit.quantizers import QUANTIZERS
 
 from quantkit.plan.formats import Grid
 from quantkit.quantization.grid import Encoded, decode_all
 from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding import gptq
+from quantkit.quantization.rounding import QUANTIZERS, gptq
 from quantkit.quantization.rounding import gptq_joint as both_sides
 from quantkit.quantization.rounding.apply import fitting_for
 from quantkit.quantization.rounding.gptq import factorise, with_feedback
