@@ -109,6 +109,7 @@ def _losses(losses: Sequence[Json]) -> Table:
             (loss["name"], loss["format"], *(_loss_cell(loss, key) for key in keys)) for loss in worst
         ),
         numeric=numeric,
+        whole=("pack",),
     )
 
 

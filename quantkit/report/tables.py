@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-WIDE_SCREEN = 100  # columns from which long names are kept on one line
+GAP = 2  # between two columns
+LEAST_WIDTH = 15  # of a column that may be broken
 PIPED_WIDTH = 110  # a pipe has no width of its own
 
 
@@ -30,7 +31,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numeric: tuple[str, ...] = ()  # columns aligned to the right and never broken
-    whole: tuple[str, ...] = ()  # columns never broken on a wide screen
+    whole: tuple[str, ...] = ()  # columns broken only where the screen has no room for them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,17 +72,28 @@ def _rich(table: Table, width: int) -> RichTable:
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
+    keeps_whole = _fits(table, width)
     for index, column in enumerate(table.columns):
         is_numeric = column in table.numeric
         rich.add_column(
             _header(column, (row[index] for row in table.rows)) if is_numeric else column,
             justify="right" if is_numeric else "left",
-            no_wrap=is_numeric or (column in table.whole and width >= WIDE_SCREEN),
+            no_wrap=is_numeric or (column in table.whole and keeps_whole),
             overflow="fold",
         )
     for row in table.rows:
         rich.add_row(*(Text(cell) for cell in row))
     return rich
+
+
+def _fits(table: Table, width: int) -> bool:
+    """Whether the `whole` columns leave enough room for the others."""
+    required = GAP * (len(table.columns) - 1)
+    for index, column in enumerate(table.columns):
+        longest = max((len(row[index]) for row in table.rows), default=0)
+        is_broken = column not in (*table.numeric, *table.whole)
+        required += min(longest, LEAST_WIDTH) if is_broken else longest
+    return required <= width
 
 
 def _header(column: str, cells: Iterable[str]) -> str:
