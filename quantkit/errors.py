@@ -1,17 +1,26 @@
-"""The one error that a user may see: one line that says what, where, the allowed values and the next step.
+"""Errors of the user's input: one line with the fault, its place, the allowed values and the next step.
 
-Everything a user can get wrong raises `InputError`; the command line prints it and exits with code 2.
-A mistake of our own stays an ordinary exception with a traceback.
+Every fault that a user can cause raises `InputError`. The command line prints it and exits with code 2. A
+mistake of the package stays an ordinary exception with a traceback.
 """
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """The user's input was wrong; `str(error)` is the single line to print."""
+    """A fault in the user's input. Its four parts are attributes; `str(error)` is the line for the terminal.
+
+    `what` is the fault, `where` the flag, key, file or argument that holds it, `allowed` the values that are
+    accepted there, and `next_step` a remedy. The last three are empty strings where they do not apply.
+    """
+
+    what: str
+    where: str
+    allowed: str
+    next_step: str
 
     def __init__(self, what: str, *, where: str = "", allowed: str = "", next_step: str = "") -> None:
-        """Join the parts that are given into one line."""
+        self.what, self.where, self.allowed, self.next_step = what, where, allowed, next_step
         parts = [f"{where}: {what}" if where else what]
         if allowed:
             parts.append(f"allowed: {allowed}")

@@ -1,7 +1,7 @@
-"""Strict YAML recipes: what a run is asked to do, checked before anything is loaded.
+"""YAML recipes: the options of a run, checked before a model is loaded.
 
-A key that no recipe knows is refused with the nearest one that it does, because a misspelt option that is
-ignored costs a whole run. Pydantic and YAML stay behind this file.
+An unknown key is an error that names the nearest known key, because a misspelt option that is ignored costs a
+whole run. Pydantic and YAML are imported here alone.
 """
 
 from __future__ import annotations
@@ -20,135 +20,139 @@ from quantkit.plan.formats import AUTO, SCHEMES
 RECIPE_FILE = "recipe.yaml"  # in an artifact
 
 
-class Select(BaseModel):
-    """Which projections are quantized."""
-
+class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Select(Section):
+    """Projections that are quantized."""
 
     min_dim: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default=256, description="quantize where max(in, out) reaches this; 'auto' measures on this machine"
+        default=256, description="smallest max(in, out) of quantized projections; 'auto': measured"
     )
-    include: list[str] = Field(default=[], description="roles or globs that narrow the choice")
-    exclude: list[str] = Field(default=[], description="roles or globs that are left as they are")
+    include: list[str] = Field(default=[], description="only projections of these roles or name globs")
+    exclude: list[str] = Field(default=[], description="projections of these roles or name globs stay float")
 
 
-class Measure(BaseModel):
-    """What is measured after the export."""
+class Measure(Section):
+    """Measurements after the export."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    accuracy: bool = Field(default=True, description="perplexity, KL divergence and agreement")
-    latency: bool = Field(default=True, description="prompt and decode times, beside the float model")
-    memory: bool = Field(default=True, description="peak memory of loading and running, in its own process")
-    text: str | None = Field(default=None, description="a text file; without it the bundled held-out text")
-    window: int | None = Field(default=None, ge=2, description="tokens a window; up to 1024 if not given")
-    stride: int | None = Field(default=None, ge=1, description="tokens from window to window; half of it")
-    max_tokens: int = Field(default=16384, ge=2, description="tokens of the text that are read")
+    accuracy: bool = Field(default=True, description="perplexity, KL divergence and top-1 agreement")
+    latency: bool = Field(default=True, description="prefill and decode latency, beside the float model")
+    memory: bool = Field(
+        default=True, description="peak memory of loading and running, in a separate process"
+    )
+    text: str | None = Field(default=None, description="text file; default: the bundled held-out text")
+    window: int | None = Field(
+        default=None, ge=2, description="tokens per window; default: the context, at most 1024"
+    )
+    stride: int | None = Field(
+        default=None, ge=1, description="tokens from window to window; default: half a window"
+    )
+    max_tokens: int = Field(default=16384, ge=2, description="most tokens of the text")
     prompt: int = Field(default=128, ge=1, description="tokens of the timed prompt")
-    decode: int = Field(default=32, ge=1, description="tokens of the timed continuation")
-    threads: int | None = Field(default=None, ge=1, description="threads; all cores if not given")
-    seconds: float = Field(default=20.0, gt=0, description="most time that the timing may take")
+    decode: int = Field(default=32, ge=1, description="decoded tokens per timed run")
+    threads: int | None = Field(default=None, ge=1, description="threads; default: all cores")
+    seconds: float = Field(default=20.0, gt=0, description="most seconds for latency")
 
 
-class Calibration(BaseModel):
-    """The text that statistics of inputs are collected on, where a method wants any."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class Calibration(Section):
+    """Text that input statistics are collected on, where a method needs them."""
 
     text: str | None = Field(
-        default=None, description="a text file, or token ids in .npy; without it the bundled split"
+        default=None, description="text file, or token ids in .npy; default: the bundled calibration text"
     )
-    windows: int = Field(default=32, ge=1, description="windows of the text")
-    length: int = Field(default=512, ge=2, description="tokens a window; at most the model's context")
+    windows: int = Field(default=32, ge=1, description="number of windows")
+    length: int = Field(default=512, ge=2, description="tokens per window; at most the model's context")
     leave_out: int = Field(
-        default=0, ge=0, description="windows at the end that give no statistics: a search was measured there"
+        default=0, ge=0, description="last windows that are left out because a search was measured on them"
     )
     gradient_windows: int = Field(
-        default=8, ge=0, description="windows that weigh outputs for GPTQ below 8 bits; 0 weighs all the same"
+        default=8, ge=0, description="windows for output gradients that weight GPTQ below 8 bits; 0: none"
     )
-    seed: int = Field(default=0, ge=0, description="of the choice of windows")
+    seed: int = Field(default=0, ge=0, description="seed of the choice of windows")
 
 
-class Static(BaseModel):
-    """Sizes that a target with fixed shapes wants to know before anything runs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class Static(Section):
+    """Sizes of a target with fixed shapes."""
 
     prompt: int | None = Field(
-        default=None, ge=2, description="tokens that are read at once; 128, or the model's context"
+        default=None, ge=2, description="tokens of the prompt graph; default: 128, at most the context"
     )
     cache: int | None = Field(
-        default=None, ge=2, description="tokens whose keys and values are kept; 512, or what the model allows"
+        default=None, ge=2, description="tokens of the KV cache; default: 512, at most the context"
     )
 
 
-class Budget(BaseModel):
-    """How much accuracy may be lost; with one of the two, formats are searched layer by layer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class Budget(Section):
+    """Largest loss of accuracy. With a limit, formats are searched layer by layer."""
 
     max_ppl_increase: float | None = Field(
-        default=None, gt=0, description="0.005 allows half a percent of perplexity"
+        default=None, gt=0, description="largest relative increase of perplexity: 0.005 is half a percent"
     )
-    max_kl: float | None = Field(default=None, gt=0, description="nats a token")
-    prefer: Literal["size", "speed"] = Field(default="size", description="what is made least")
-    evaluations: int = Field(default=20, ge=2, description="most models that are exported and measured")
+    max_kl: float | None = Field(default=None, gt=0, description="largest KL divergence in nats per token")
+    prefer: Literal["size", "speed"] = Field(default="size", description="quantity that the search minimizes")
+    evaluations: int = Field(
+        default=20, ge=2, description="most configurations that the search exports and measures"
+    )
 
 
-class Recipe(BaseModel):
+class Recipe(Section):
     """One run of the pipeline."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    model: str | None = Field(default=None, description="a folder, a built-in name, a Hub name, or 'demo'")
+    model: str | None = Field(default=None, description="model folder, built-in name, Hub name, or 'demo'")
     select: Select = Select()
-    scheme: Literal[AUTO, *SCHEMES] = Field(default=AUTO, description="how weights become integers")  # type: ignore[valid-type]
+    scheme: Literal[AUTO, *SCHEMES] = Field(
+        default=AUTO, description="quantization scheme: weight grid and activation format"
+    )  # type: ignore[valid-type]
     fit: Literal["auto", "rtn", "mse", "output", "gptq"] = Field(
-        default="auto", description="how weights are put on their grid"
+        default="auto", description="method that fits weights to their grid"
     )
     layers: dict[str, str] = Field(
-        default={}, description="a role or a glob on names -> a scheme of its own, or 'float'"
+        default={}, description="role or name glob -> scheme of these projections, or 'float'"
     )
     transforms: list[str] | Literal["auto"] = Field(
         default="auto",
-        description="applied in this order before the weights are fitted; 'auto' smooths decoders quickly",
+        description="transforms, applied in this order before the fit; 'auto' smooths decoders quickly",
     )
     smoothing: Literal["searched", "quick"] = Field(
         default="searched",
-        description="strengths by trying on calibration text, or one from the peaks of a few windows",
+        description="SmoothQuant strength: searched per space, or one for all from peaks of a few windows",
     )
     unties_head: bool = Field(
-        default=False, description="let a transform store a tied head apart from its table, where it must"
+        default=False, description="allow transforms to store a tied head apart from its table"
     )
     bias_correction: bool = Field(
-        default=False, description="add to each bias what rounding takes from the mean output"
+        default=False, description="add the mean output error of rounding to each bias"
     )
     calibration: Calibration = Calibration()
     budget: Budget = Budget()
     cache: Literal["float32", "int8"] = Field(
-        default="float32", description="what keys and values are kept as; int8 suits long contexts"
+        default="float32", description="data type of the KV cache; int8 suits long contexts"
     )
     keep_latent: bool = Field(
-        default=False, description="give what a latent projection beside an FFN computes as outputs too"
+        default=False, description="export latent projections beside FFNs as extra outputs"
     )
     target: Literal["cpu", "cpu-vnni", "cpu-avx2", "cpu-arm", "gpu", "npu", "openvino"] = Field(
-        default="cpu", description="who runs the file; cpu is cpu-vnni"
+        default="cpu", description="export target; cpu is cpu-vnni"
     )
     static: Static = Static()
     single_file_mb: int = Field(
-        default=64, ge=0, description="weights up to this size lie inside model.onnx, larger ones beside it"
+        default=64, ge=0, description="largest size of weights inside model.onnx; else they are a file"
     )
-    random_weights: bool = Field(default=False, description="seeded weights, for size and speed alone")
-    seed: int = Field(default=0, ge=0, description="of the random weights")
+    random_weights: bool = Field(
+        default=False, description="random weights, to measure size and speed without a checkpoint"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the random weights")
     measure: Measure = Measure()
 
     @property
     def searches(self) -> bool:
-        """Whether a budget is given, within which formats are searched."""
+        """Whether a budget is given, so that formats are searched."""
         return self.budget.max_ppl_increase is not None or self.budget.max_kl is not None
 
 
-SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+SECTIONS: dict[tuple[str, ...], type[Section]] = {
     (): Recipe,
     ("select",): Select,
     ("calibration",): Calibration,
@@ -159,7 +163,7 @@ SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe file; every fault is one line that names the key."""
+    """Read and check a recipe file; an error is one line that names the key."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -174,37 +178,38 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON Schema that editors complete recipes with."""
+    """The JSON Schema for editors."""
     return Recipe.model_json_schema()
 
 
-def _explain(fault: Any) -> str:
-    *parents, key = fault["loc"]
-    name = ".".join(str(part) for part in _without_type_names(fault["loc"]))
-    if fault["type"] != "extra_forbidden":
-        return f"{name}: {fault['msg']}, got {fault['input']!r}"
+def _explain(error: Any) -> str:
+    """One line from an entry of a pydantic error."""
+    *parents, key = error["loc"]
+    name = ".".join(str(part) for part in _keys_of(error["loc"]))
+    if error["type"] != "extra_forbidden":
+        return f"{name}: {error['msg']}, got {error['input']!r}"
     allowed = _keys_at(parents)
-    elsewhere = {field: ".".join((*place, field)) for place in SECTIONS for field in _keys_at(place)}
+    paths = {field: ".".join((*section, field)) for section in SECTIONS for field in _keys_at(section)}
     nearest = difflib.get_close_matches(str(key), allowed, n=1) or [
-        elsewhere[field] for field in difflib.get_close_matches(str(key), elsewhere, n=1)
+        paths[field] for field in difflib.get_close_matches(str(key), paths, n=1)
     ]
     hint = f"; next: did you mean '{nearest[0]}'?" if nearest else ""
     return f"unknown key '{name}'; allowed: {', '.join(allowed)}{hint}"
 
 
-def _without_type_names(place: Sequence[Any]) -> Sequence[Any]:
-    """The place of a fault; where several types are allowed, pydantic adds the name of one to it."""
-    for depth, part in enumerate(place):
-        section = tuple(place[:depth])
+def _keys_of(location: Sequence[Any]) -> Sequence[Any]:
+    """The keys of an error's location; pydantic appends the name of a type where several are allowed."""
+    for depth, part in enumerate(location):
+        section = tuple(location[:depth])
         if section in SECTIONS and part not in _keys_at(section):
-            return place
+            return location
         if section not in SECTIONS and isinstance(part, str) and "layers" not in section:
             return section
-    return place
+    return location
 
 
-def _keys_at(parents: Sequence[Any]) -> list[str]:
-    return list(SECTIONS[tuple(parents)].model_fields)
+def _keys_at(section: Sequence[Any]) -> list[str]:
+    return list(SECTIONS[tuple(section)].model_fields)
 
 
 def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -222,7 +227,7 @@ def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 
 def check_recipe(content: Any, *, where: str) -> Recipe:
-    """A recipe from plain values; every fault is one line that names the key."""
+    """A recipe from plain values; an error is one line that names the key."""
     if not isinstance(content, dict):
         raise InputError("a recipe is a mapping of keys", where=where, allowed=", ".join(Recipe.model_fields))
     try:
@@ -232,6 +237,6 @@ def check_recipe(content: Any, *, where: str) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML with every key written out, so that it reproduces the run."""
-    # Escaped, because YAML takes some Unicode characters for the end of a line.
+    """The recipe as YAML with all keys, so that it reproduces the run."""
+    # Non-ASCII text is escaped, because YAML reads some Unicode characters as line ends.
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False)

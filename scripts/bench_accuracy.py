@@ -21,7 +21,7 @@ from make_outliers import make_outliers
 
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import Recipe, override
-from quantkit.report.quantization import report_json
+from quantkit.report.document import report_json
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 OUTLIERS = "outlier"

@@ -29,7 +29,7 @@ from typing import Any
 from peers.workplace import fingerprint
 
 from quantkit.pipeline.write import write_float_model
-from quantkit.report.providers import bar, percent
+from quantkit.report.figures import bar, percent
 from quantkit.report.tables import Page, Table, to_markdown
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.machine.throughput import cache_folder

@@ -31,7 +31,7 @@ from quantkit.model.load import open_source
 from quantkit.model.weights.open import tokenizer_files
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import Recipe, override
-from quantkit.report.quantization import report_json
+from quantkit.report.document import report_json
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.tokenizer import open_text
 

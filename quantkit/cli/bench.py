@@ -29,6 +29,7 @@ def bench(
     from quantkit.evaluation.benchmark import fell_back
     from quantkit.evaluation.measure import environment
     from quantkit.pipeline.artifact import load
+    from quantkit.report.document import rerun_json
     from quantkit.runtime.providers.trial import read_asked
 
     providers = read_asked(provider or (["cpu"] if strict else []))
@@ -37,27 +38,27 @@ def bench(
     artifact = load(folder, threads=threads)
     output_format = "json" if as_json else "table"
     if not providers:
-        from quantkit.report.reruns import benchmark_json, benchmark_page
+        from quantkit.report.reruns import rerun_page
 
         benchmark = artifact.benchmark(prompt=prompt, decode=decode, quiet=False)
-        document = benchmark_json(
-            artifact=artifact.described,
-            size_bytes=artifact.size_bytes,
-            latency=benchmark.latency,
+        document = rerun_json(
+            artifact.described,
+            size={"artifact_bytes": artifact.size_bytes},
+            latency=[benchmark.latency],
             memory=benchmark.memory,
             environment=environment(),
             notes=benchmark.notes,
         )
-        show(document, benchmark_page(document), output_format)
+        show(document, rerun_page(document), output_format)
         return
-    from quantkit.report.providers import providers_json, providers_page
+    from quantkit.report.providers import providers_page
 
     runs, notes = artifact.benchmark_providers(
         providers, prompt=prompt, decode=decode, time_limit=time_limit, quiet=False
     )
-    document = providers_json(
-        artifact=artifact.described,
-        runs=runs,
+    document = rerun_json(
+        artifact.described,
+        providers=runs,
         threads=artifact.threads,
         environment=environment(),
         strict=strict,

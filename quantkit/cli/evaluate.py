@@ -26,10 +26,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure an artifact's accuracy: perplexity, and beside its original KL divergence and agreement."""
-    from quantkit.evaluation.accuracy import TextPerplexity
     from quantkit.evaluation.measure import environment
     from quantkit.pipeline.artifact import load
-    from quantkit.report.reruns import evaluation_json, evaluation_page
+    from quantkit.report.document import evaluation_json
+    from quantkit.report.reruns import rerun_page
 
     artifact = load(folder)
     evaluation = artifact.evaluate(
@@ -40,17 +40,12 @@ def evaluate(
         reference=reference,
         quiet=False,
     )
-    result = evaluation.result
-    alone = result if isinstance(result, TextPerplexity) else None
     document = evaluation_json(
-        artifact=artifact.described,
-        accuracy=alone.perplexity if alone else result,  # type: ignore[arg-type]
-        protocol={key: getattr(alone, key) for key in ("text", "num_tokens", "window", "stride")}
-        if alone
-        else {},
+        artifact.described,
+        evaluation.result,
         is_meaningful=not artifact.recipe.random_weights,
         reference=evaluation.reference,
         environment=environment(),
         notes=evaluation.notes,
     )
-    show(document, evaluation_page(document), "json" if as_json else "table")
+    show(document, rerun_page(document), "json" if as_json else "table")

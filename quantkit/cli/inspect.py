@@ -102,8 +102,9 @@ def inspect(
         page = inspection_page(model_map, plan, lists_all=lists_all)
         show(inspection_json(model_map, plan), page, output_format)
         return
+    from quantkit.model.model_map import to_json
     from quantkit.pipeline.inspect import specification
-    from quantkit.report.costs import specification_csv, specification_json, specification_page
+    from quantkit.report.costs import specification_csv, specification_page
 
     applies_plan = min_dim is not None or recipe is not None
     costs_of_steps = specification(
@@ -117,7 +118,7 @@ def inspect(
     if output_format == "csv":
         typer.echo(specification_csv(costs_of_steps), nl=False)
     else:
-        show(specification_json(costs_of_steps), specification_page(costs_of_steps), output_format)
+        show(to_json(costs_of_steps), specification_page(costs_of_steps), output_format)
 
 
 def show_ffn_units(

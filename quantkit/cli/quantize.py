@@ -108,7 +108,8 @@ def quantize(
 ) -> None:
     """Quantize, export, check and measure a model; ends in a table and a report."""
     from quantkit.pipeline.quantize import quantize as quantize_model
-    from quantkit.report.quantization import quantization_page, report_json
+    from quantkit.report.document import report_json
+    from quantkit.report.quantization import quantization_page
     from quantkit.report.tables import print_page
 
     artifact = quantize_model(

@@ -18,8 +18,8 @@ from quantkit.pipeline.folder import MANIFEST, hash_files
 from quantkit.pipeline.write import Written, layer_losses
 from quantkit.plan.targets import TARGETS
 from quantkit.recipe import dump_recipe
-from quantkit.report.document import Report, Size, kept_projections
-from quantkit.report.quantization import quantization_page, report_json
+from quantkit.report.document import Report, Size, kept_projections, report_json
+from quantkit.report.quantization import quantization_page
 from quantkit.report.tables import to_markdown
 from quantkit.runtime.providers.placement import Placement, place
 from quantkit.runtime.providers.table import PROVIDERS

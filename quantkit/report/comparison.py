@@ -1,9 +1,9 @@
-"""The page of `quantkit compare`: reports of several artifacts side by side, and ratios to the first.
+"""The page of `quantkit compare`: reports of several artifacts side by side, with ratios to the first.
 
-A ratio is only formed between figures that were taken in the same way: perplexity on the same text with the
-same tokens and windows, KL divergence against the same original, times on the same machine with the same
-lengths and threads. Where that is not so the figure stands alone, in parentheses, and a line says what
-differs. What a report does not hold is absent, in the table ("-") and in the JSON.
+A ratio needs two figures of one protocol: perplexity on one text with equal tokens and windows, KL divergence
+from one original, times on one machine with equal lengths and threads. A figure of another protocol is shown
+in parentheses without a ratio, and a line names the difference. A figure that a report lacks is "-" in the
+table and absent from the JSON.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from quantkit.report.tables import Page, Table
 
 Json = Mapping[str, Any]
 Conditions = Mapping[str, Any]
-PACKAGES = ("onnxruntime",)  # whose version decides speed and, by its kernels, accuracy
-LARGEST_DRIFT = 0.10  # of the same float reference between two runs, before the machine is called unsteady
+PACKAGES = ("onnxruntime",)  # packages whose version decides speed and, by kernels, accuracy
+LARGEST_DRIFT = 0.10  # of the float reference's time between two runs; beyond it a warning is shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A column: where a report holds the figure, and what must agree for two of them to be compared."""
+    """A column: the figure in a report, and the conditions that two comparable figures share."""
 
     title: str
     read: Callable[[Json], float | None]
     show: Callable[[float], str]
-    conditions: Callable[[Json], Conditions]
+    conditions: Callable[[Json], Conditions] = lambda report: {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
     """One artifact of a comparison."""
 
-    name: str  # the folder as it was given
+    name: str  # the folder, as the user gave it
     report: Json
-    tokenizer: str | None = None  # a digest of its tokenizer.json
+    tokenizer: str | None = None  # a digest of tokenizer.json
 
 
 def _at(*keys: str) -> Callable[[Json], float | None]:
-    """The figure at a path of keys, None where any of them is missing."""
+    """A reader of the figure at a path of keys; None where a key is missing."""
 
     def read(report: Json) -> float | None:
         value: Any = report
@@ -52,9 +52,9 @@ def _at(*keys: str) -> Callable[[Json], float | None]:
     return read
 
 
-def _timed(key: str) -> Callable[[Json], float | None]:
-    """A time of the first provider."""
-    return lambda report: _at(key)(_latency(report))
+def _timed(*keys: str) -> Callable[[Json], float | None]:
+    """A reader of a time of the first provider."""
+    return lambda report: _at(*keys)(_latency(report))
 
 
 def _latency(report: Json) -> Json:
@@ -63,17 +63,13 @@ def _latency(report: Json) -> Json:
     return first
 
 
-def _nothing(report: Json) -> Conditions:
-    return {}
-
-
 def _text_conditions(report: Json) -> Conditions:
     accuracy = report.get("accuracy", {})
     return {**accuracy.get("protocol", {}), "weights": _weights(accuracy), "tokenizer": report["tokenizer"]}
 
 
 def _reference_conditions(report: Json) -> Conditions:
-    """KL and agreement are held against the model that was quantized."""
+    """KL divergence and agreement depend on the model that was quantized."""
     return {"model": report["model"], **_text_conditions(report)}
 
 
@@ -98,14 +94,12 @@ def _decode_conditions(report: Json) -> Conditions:
 
 
 def _memory_conditions(report: Json) -> Conditions:
-    """Peaks grow with lengths and threads, and differ between operating systems."""
+    """Memory peaks grow with lengths and threads, and differ between operating systems."""
     return {**_decode_conditions(report), "platform": report["environment"].get("platform")}
 
 
 METRICS: Mapping[str, Metric] = {
-    "size_bytes": Metric(
-        title="size MB", read=_at("size", "artifact_bytes"), show=megabytes, conditions=_nothing
-    ),
+    "size_bytes": Metric(title="size MB", read=_at("size", "artifact_bytes"), show=megabytes),
     "perplexity": Metric(
         title="perplexity",
         read=_at("accuracy", "perplexity", "quantized"),
@@ -147,7 +141,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 def comparison_json(sides: Sequence[Side]) -> dict[str, Any]:
-    """Figures, ratios to the first and what stood in the way of others; absent where there is no figure."""
+    """Figures of every artifact, ratios to the first, and for each missing ratio its reason."""
     reports = [{**side.report, "tokenizer": side.tokenizer} for side in sides]
     artifacts = []
     for side, report in zip(sides, reports, strict=True):
@@ -173,73 +167,67 @@ def comparison_json(sides: Sequence[Side]) -> dict[str, Any]:
                 "not_compared": refused,
             }
         )
-    return {"artifacts": artifacts, "notes": list(_notes(sides))}
+    return {"artifacts": artifacts, "notes": [note for side in sides[1:] for note in _notes(sides[0], side)]}
 
 
 def _differences(first: Conditions, other: Conditions) -> Iterable[str]:
     for key, value in other.items():
-        if value != first.get(key):
-            shown = f"another {key}" if key == "tokenizer" else f"{key} {value} against {first.get(key)}"
-            yield shown.replace("_", " ") if key != "platform" else shown
-
-
-def _notes(sides: Sequence[Side]) -> Iterable[str]:
-    first = sides[0].report
-    for side in sides[1:]:
-        versions = side.report["environment"].get("versions", {})
-        for package in PACKAGES:
-            mine, other = versions.get(package), first["environment"].get("versions", {}).get(package)
-            if mine != other:
-                yield f"{side.name} was measured with {package} {mine}, {sides[0].name} with {other}"
-        if side.report["model"] != first["model"] or _machine(side.report) != _machine(first):
+        if value == first.get(key):
             continue
-        for key, phase in (("prefill_ms", "prefill"), ("decode_ms_per_token", "decode")):
-            times = [_at("reference", key)(_latency(report)) for report in (first, side.report)]
-            if times[0] and times[1] and abs(times[1] / times[0] - 1) > LARGEST_DRIFT:
-                yield (
-                    f"the float reference's {phase} took {times[1] / times[0]:.2f}x as long when {side.name} "
-                    f"was measured as when {sides[0].name} was: the machine was not as fast both times"
-                )
+        name = key.replace("_", " ")
+        yield f"another {name}" if key == "tokenizer" else f"{name} {value} against {first.get(key)}"
+
+
+def _notes(first: Side, other: Side) -> Iterable[str]:
+    for package in PACKAGES:
+        versions = [side.report["environment"].get("versions", {}).get(package) for side in (first, other)]
+        if versions[0] != versions[1]:
+            yield (f"{other.name} was measured with {package} {versions[1]}, {first.name} with {versions[0]}")
+    if other.report["model"] != first.report["model"] or _machine(other.report) != _machine(first.report):
+        return
+    for key, phase in (("prefill_ms", "prefill"), ("decode_ms_per_token", "decode")):
+        times = [_timed("reference", key)(side.report) for side in (first, other)]
+        if times[0] and times[1] and abs(times[1] / times[0] - 1) > LARGEST_DRIFT:
+            yield (
+                f"the machine's speed changed: {phase} of the float reference took "
+                f"{times[1] / times[0]:.2f}x as long beside {other.name} as beside {first.name}"
+            )
 
 
 def comparison_page(document: Json) -> Page:
-    """The page for a person, from the content of `comparison_json`."""
+    """The page, from the content of `comparison_json`."""
     artifacts = document["artifacts"]
-    keys = [key for key in METRICS if any(key in each["values"] for each in artifacts)]
+    names = _names([artifact["folder"] for artifact in artifacts])
+    named = list(zip(names, artifacts, strict=True))
+    keys = [key for key in METRICS if any(key in artifact["values"] for artifact in artifacts)]
     titles = tuple(METRICS[key].title for key in keys)
-    names = _names([each["folder"] for each in artifacts])
-    figures_rows = tuple(
-        (name, each["scheme"], *(_figure(each, key) for key in keys))
-        for name, each in zip(names, artifacts, strict=True)
-    )
-    ratio_rows = tuple(
-        (name, *(f"{each['ratios'][key]:.4g}x" if key in each["ratios"] else "-" for key in keys))
-        for name, each in zip(names, artifacts, strict=True)
-    )
-    foot = [
-        f"{name}, {METRICS[key].title}: not compared, {reason}"
-        for name, each in zip(names, artifacts, strict=True)
-        for key, reason in each["not_compared"].items()
+
+    def table(title: str, cell: Callable[[Json, str], str]) -> Table:
+        rows = tuple((name, *(cell(artifact, key) for key in keys)) for name, artifact in named)
+        return Table(title=title, columns=("artifact", *titles), rows=rows, numeric=titles)
+
+    refused = [
+        f"{name}, {METRICS[key].title}: no ratio, {reason}"
+        for name, artifact in named
+        for key, reason in artifact["not_compared"].items()
     ]
-    legend = "decode is per token, memory the peak of a run; (in parentheses) measured otherwise, no ratio"
-    models = {each["model"] for each in artifacts}
+    models = ", ".join(sorted({artifact["model"] for artifact in artifacts}))
     return Page(
-        head=(f"{len(artifacts)} artifacts of {', '.join(sorted(models))}",),
-        tables=(
-            Table(
-                title="Artifacts", columns=("artifact", "scheme", *titles), rows=figures_rows, numeric=titles
-            ),
-            Table(
-                title=f"Ratio to {names[0]}", columns=("artifact", *titles), rows=ratio_rows, numeric=titles
-            ),
+        head=(
+            f"{len(artifacts)} artifacts of {models}",
+            *(f"  {name}: {artifact['scheme']} for {artifact['target']}" for name, artifact in named),
         ),
-        foot=(legend, *foot),
+        tables=(table("Artifacts", _figure), table(f"Ratio to {names[0]}", _ratio)),
+        foot=(
+            "decode: ms per token; memory: peak of a run; (in parentheses): measured under other conditions",
+            *refused,
+        ),
         warnings=tuple(document["notes"]),
     )
 
 
 def _names(folders: Sequence[str]) -> Sequence[str]:
-    """The folders' last parts where these tell them apart; whole paths leave no room for figures."""
+    """The last parts of the folders where they are distinct, otherwise the whole paths."""
     last = [folder.rstrip("/\\").replace("\\", "/").rpartition("/")[2] for folder in folders]
     return last if len(set(last)) == len(last) else folders
 
@@ -250,3 +238,7 @@ def _figure(artifact: Json, key: str) -> str:
         return "-"
     shown = METRICS[key].show(value)
     return f"({shown})" if key in artifact["not_compared"] else shown
+
+
+def _ratio(artifact: Json, key: str) -> str:
+    return f"{artifact['ratios'][key]:.4g}x" if key in artifact["ratios"] else "-"

@@ -1,191 +1,224 @@
-"""The pages of `quantkit inspect --spec`: every step of a forward pass with its costs, bounds and fits."""
+"""The pages of `quantkit inspect --spec`: costs, roofline times and advice of a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
-from quantkit.model.model_map import to_json
-from quantkit.plan.cost.rows import Row
-from quantkit.plan.cost.specification import Specification, group_rows
+from quantkit.plan.cost.roofline import short
+from quantkit.plan.cost.rows import Fit, Row
+from quantkit.plan.cost.specification import Specification
 from quantkit.report.tables import Page, Table, to_csv
 
-UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+Cells = Mapping[str, Callable[[Row], str]]  # column -> text of a row
+CSV_COLUMNS = (
+    "index", "name", "processing", "block", "calls", "input_shape", "output_shape", "formula", "parameters",
+    "macs", "flops", "input_bytes", "weight_bytes", "weight_traffic_bytes", "output_bytes",
+    "arithmetic_intensity", "advice",
+)  # fmt: skip
+SHAPES: Cells = {
+    "type": lambda row: row.processing,
+    "input": lambda row: _shape(row.input_shape),
+    "output": lambda row: _shape(row.output_shape),
+}
+WORK: Cells = {
+    "formula": lambda row: row.formula,
+    "MACs": lambda row: short(row.macs),
+    "FLOPs": lambda row: short(row.flops),
+}
+TRAFFIC: Cells = {
+    "params": lambda row: short(row.parameters),
+    "input": lambda row: short(row.input_bytes),
+    "weights": lambda row: short(row.weight_bytes),
+    "output": lambda row: short(row.output_bytes),
+    "FLOP/B": lambda row: f"{row.arithmetic_intensity:.3g}",
+}
 
 
-def short(value: float) -> str:
-    """Three figures and a unit: 8.86 G."""
-    for size, unit in UNITS:
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}" if value / size >= 1000 else f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowGroup:
+    """Rows that are shown once for `count` equal blocks."""
 
-
-def specification_json(specification: Specification) -> dict[str, Any]:
-    """Everything, for a program."""
-    document: dict[str, Any] = to_json(specification)
-    return document
+    label: str
+    count: int
+    rows: tuple[Row, ...]
 
 
 def specification_csv(specification: Specification) -> str:
-    """One line a row, with each device's time and verdict beside the counts."""
-    columns = [
-        "index", "name", "processing", "block", "calls", "input_shape", "output_shape", "formula",
-        "parameters", "macs", "flops", "input_bytes", "weight_bytes", "weight_traffic_bytes", "output_bytes",
-        "arithmetic_intensity", "advice",
-    ]  # fmt: skip
-    per_device = [
-        f"{device} {what}" for device in specification.devices for what in ("us", "bound", "verdict")
+    """One line for each row, with time, bound and verdict of each device."""
+    devices = [
+        f"{device} {value}" for device in specification.devices for value in ("us", "bound", "verdict")
     ]
-    rows = []
+    lines = []
     for row in specification.rows:
-        plain = [_plain(getattr(row, column)) for column in columns]
         fits = [value for fit in row.fits for value in (f"{fit.time_us:.4g}", fit.bound, fit.verdict)]
-        rows.append([*plain, *fits])
-    return to_csv([*columns, *per_device], rows)
+        lines.append([*(_csv_cell(getattr(row, column)) for column in CSV_COLUMNS), *fits])
+    return to_csv([*CSV_COLUMNS, *devices], lines)
 
 
-def _plain(value: object) -> object:
-    return (
-        "x".join(str(size) for size in value) if isinstance(value, tuple) else "" if value is None else value
-    )
+def _csv_cell(value: object) -> object:
+    if isinstance(value, tuple):
+        return "x".join(str(size) for size in value)
+    return "" if value is None else value
 
 
 def specification_page(specification: Specification) -> Page:
-    """For a person: identical blocks once, then totals."""
-    spec = specification
+    """The page; equal blocks are shown once."""
+    spec, groups = specification, group_rows(specification)
     past = f", after {spec.past} cached tokens" if spec.past else ""
+    fits: Cells = {device: _fit_cell(index) for index, device in enumerate(spec.devices)}
+    advised = [replace(group, rows=tuple(row for row in group.rows if row.advice)) for group in groups]
     return Page(
-        head=(f"{spec.model}: batch {spec.batch}, length {spec.length}{past}", *_device_lines(spec)),
-        tables=(_shapes(spec), _steps(spec), _fits(spec), _totals(spec), _memory(spec), _estimates(spec)),
-        foot=tuple(f"note: {note}" for note in spec.notes),
+        head=(
+            f"{spec.model}: batch {spec.batch}, length {spec.length}{past}",
+            f"devices: {', '.join(spec.devices)}",
+        ),
+        tables=(
+            _steps("Steps of one forward pass", groups, SHAPES),
+            _steps("Operations of each step", groups, WORK, numeric=("MACs", "FLOPs")),
+            _steps(
+                "Parameters, and bytes of activations and weights", groups, TRAFFIC, numeric=tuple(TRAFFIC)
+            ),
+            _steps("Roofline time, verdict and bound on each device", groups, fits),
+            _steps("Advice", [group for group in advised if group.rows], {"advice": lambda row: row.advice}),
+            _totals(spec),
+            _memory(spec),
+            _estimates(spec),
+        ),
+        foot=(
+            "verdict: good within 2x of the fastest device, fair within 10x, otherwise poor",
+            *(f"note: {note}" for note in spec.notes),
+        ),
     )
 
 
-def _device_lines(spec: Specification) -> Iterable[str]:
-    yield f"time and fit on: {', '.join(spec.devices)} (good within 2x of the fastest, fair within 10x)"
-
-
-def _shapes(spec: Specification) -> Table:
-    return Table(
-        title="Steps of one forward pass: what goes in and out, and the formula of its work",
-        columns=("#", "step", "type", "input", "output", "formula"),
-        rows=tuple(_rows(spec, _shape_cells, num_cells=4)),
-        numeric=("#",),
-        whole=("step",),
+def group_rows(specification: Specification) -> tuple[RowGroup, ...]:
+    """Rows in order; blocks that differ only in names and numbers are one group, at the first one's place."""
+    blocks_of: dict[tuple[Row, ...], list[list[Row]]] = {}
+    for _, block in groupby(specification.rows, key=lambda row: (row.block, row.block or row.index)):
+        rows = list(block)
+        blocks_of.setdefault(tuple(_without_names(row) for row in rows), []).append(rows)
+    stacks = {row.stack for row in specification.rows if row.block is not None}
+    return tuple(
+        RowGroup(label=_label(blocks, len(stacks) > 1), count=len(blocks), rows=tuple(blocks[0]))
+        for blocks in blocks_of.values()
     )
 
 
-def _shape_cells(row: Row) -> tuple[str, ...]:
-    return row.processing, _shape(row.input_shape), _shape(row.output_shape), row.formula
+def _without_names(row: Row) -> Row:
+    if row.block is None:
+        return row
+    return replace(row, index=0, name="", block=None, block_index=None, modules=())
 
 
-def _steps(spec: Specification) -> Table:
-    numeric = ("#", "params", "MACs", "FLOPs", "in", "weights", "out", "FLOP/B")
-    return Table(
-        title="Parameters, operations, and bytes in, of weights and out",
-        columns=("#", "step", *numeric[1:]),
-        rows=tuple(_rows(spec, _step, num_cells=7)),
-        numeric=numeric,
-        whole=("step",),
-    )
+def _label(blocks: Sequence[Sequence[Row]], with_stack: bool) -> str:
+    first = blocks[0][0]
+    if first.block is None:
+        return first.name
+    indices = sorted(rows[0].block_index or 0 for rows in blocks)
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and index == spans[-1][-1] + 1:
+            spans[-1].append(index)
+        else:
+            spans.append([index])
+    numbers = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    label = f"{'block' if len(indices) == 1 else 'blocks'} {numbers}"
+    label = f"{first.stack} {label}" if with_stack else label
+    if len(indices) > 1:
+        return f"{label} ({len(indices)}x)"
+    return f"{label} (run {first.calls} times)" if first.calls > 1 else label
 
 
-def _fits(spec: Specification) -> Table:
-    return Table(
-        title="Fit: roofline time, verdict and bound on each device, and what would help",
-        columns=("#", "step", *spec.devices, "would help"),
-        rows=tuple(_rows(spec, _fit, num_cells=len(spec.devices) + 1)),
-        numeric=("#",),
-        whole=("step",),
-    )
-
-
-def _rows(
-    spec: Specification, cells: Callable[[Row], tuple[str, ...]], *, num_cells: int
-) -> Iterable[tuple[str, ...]]:
-    """Every step, blocks that are alike once under a line of their own."""
-    for group in group_rows(spec):
-        is_block = group.rows[0].block is not None
-        if is_block:
-            yield ("", f"{group.label}:", *("" for _ in range(num_cells)))
+def _steps(title: str, groups: Sequence[RowGroup], cells: Cells, *, numeric: tuple[str, ...] = ()) -> Table:
+    """One row for each step; steps of blocks are indented under the name of the blocks."""
+    rows: list[tuple[str, ...]] = []
+    for group in groups:
+        indent = ""
+        if group.rows[0].block is not None:
+            indent = "  "
+            rows.append(("", f"{group.label}:", *("" for _ in cells)))
         for row in group.rows:
-            yield (str(row.index), ("  " if is_block else "") + row.name, *cells(row))
-
-
-def _step(row: Row) -> tuple[str, ...]:
-    counts = (row.parameters, row.macs, row.flops, row.input_bytes, row.weight_bytes, row.output_bytes)
-    return (*(short(count) for count in counts), f"{row.arithmetic_intensity:.3g}")
-
-
-def _fit(row: Row) -> tuple[str, ...]:
-    fits = (
-        "-" if fit.verdict == "-" else f"{_time(fit.time_us)} {fit.verdict}, {fit.bound}" for fit in row.fits
+            rows.append((str(row.index), indent + row.name, *(cell(row) for cell in cells.values())))
+    return Table(
+        title=title,
+        columns=("#", "step", *cells),
+        rows=tuple(rows),
+        numeric=("#", *numeric),
+        whole=("step",),
     )
-    return (*fits, row.advice)
+
+
+def _fit_cell(index: int) -> Callable[[Row], str]:
+    def text(fit: Fit) -> str:
+        if fit.verdict == "-":
+            return "-"
+        time = f"{fit.time_us / 1000:.3g} ms" if fit.time_us >= 1000 else f"{fit.time_us:.3g} us"
+        return f"{time}, {fit.verdict}, {fit.bound}"
+
+    return lambda row: text(row.fits[index])
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def _time(time_us: float) -> str:
-    return f"{time_us / 1000:.3g} ms" if time_us >= 1000 else f"{time_us:.3g} us"
-
-
 def _totals(spec: Specification) -> Table:
     totals = spec.totals
+    columns = ("part", "parameters", "share", "matrix MACs", "share of MACs", "FLOPs")
     rows = [
         (
             group,
-            f"{totals.parameters_by_group[group]:,}",
+            f"{parameters:,}",
             f"{totals.parameter_shares[group]:.1%}",
             short(totals.macs_by_group[group]),
             f"{totals.compute_shares[group]:.1%}",
+            short(sum(row.flops for row in spec.rows if row.group == group)),
         )
-        for group in totals.parameters_by_group
+        for group, parameters in totals.parameters_by_group.items()
     ]
-    rows.append(("all", f"{totals.parameters:,}", "100%", short(totals.matrix_macs), "100%"))
-    rows.append(
-        ("", "", "", f"{short(2 * totals.matrix_macs)} FLOPs", f"{short(totals.flops)} with the rest")
-    )
+    total = (f"{totals.parameters:,}", "100%", short(totals.matrix_macs), "100%", short(totals.flops))
     return Table(
-        title="Where parameters and compute go",
-        columns=("part", "parameters", "share", "matrix MACs", "share of MACs"),
-        rows=tuple(rows),
-        numeric=("parameters", "share", "matrix MACs", "share of MACs"),
+        title="Parameters and operations by part",
+        columns=columns,
+        rows=(*rows, ("all", *total)),
+        numeric=columns[1:],
     )
 
 
 def _memory(spec: Specification) -> Table:
-    names = list(spec.memory_bytes)
-    cache = [
-        f"{spec.kv_cache_bytes[name] / 1e6:,.1f}" if name in spec.kv_cache_bytes else "-" for name in names
-    ]
-    weights = [f"{spec.memory_bytes[name] / 1e6:,.1f}" for name in names]
+    def megabytes(sizes: Mapping[str, int]) -> list[str]:
+        return [f"{sizes[dtype] / 1e6:,.1f}" if dtype in sizes else "-" for dtype in spec.memory_bytes]
+
+    dtypes = tuple(dtype.upper() for dtype in spec.memory_bytes)
     return Table(
         title="Memory in MB (1e6 bytes)",
-        columns=("what", *(name.upper() for name in names)),
-        rows=(("all weights", *weights), (f"KV cache, {spec.past + spec.length} tokens", *cache)),
-        numeric=tuple(name.upper() for name in names),
+        columns=("content", *dtypes),
+        rows=(
+            ("all weights", *megabytes(spec.memory_bytes)),
+            (f"KV cache, {spec.past + spec.length} tokens", *megabytes(spec.kv_cache_bytes)),
+        ),
+        numeric=dtypes,
     )
 
 
 def _estimates(spec: Specification) -> Table:
+    numeric = ("tokens", "ms", "tokens/s")
     rows = tuple(
         (
-            each.device,
-            each.phase,
-            f"{each.tokens}",
-            f"{each.time_ms:.3g}",
-            f"{each.tokens_per_second:,.0f}",
-            each.bound,
+            estimate.device,
+            estimate.phase,
+            f"{estimate.tokens}",
+            f"{estimate.time_ms:.3g}",
+            f"{estimate.tokens_per_second:,.0f}",
+            estimate.bound,
         )
-        for each in spec.estimates
+        for estimate in spec.estimates
     )
     return Table(
-        title="Roofline: no run can be faster than this",
-        columns=("device", "phase", "tokens", "ms", "tokens/s", "bound by"),
+        title="Roofline of a whole pass: a lower bound of its time",
+        columns=("device", "phase", *numeric, "bound"),
         rows=rows,
-        numeric=("tokens", "ms", "tokens/s"),
+        numeric=numeric,
     )

@@ -1,40 +1,43 @@
-"""The report of one quantized model, as a record.
+"""The report of a quantized model: the record, and report.json made from it.
 
-What was not measured is None here and absent from report.json: a zero would read as a result.
+A figure that was not measured is None in the record and absent from report.json: a zero would read as a
+result. `eval` and `bench` write parts of the same JSON, under the same keys.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from quantkit.evaluation.measurements import Accuracy, Environment, Latency, Memory, Similarity
+from quantkit.evaluation.accuracy import TextPerplexity
+from quantkit.evaluation.measurements import Accuracy, Environment, Latency, Memory, Similarity, Timing
+from quantkit.model.model_map import to_json
 from quantkit.plan.min_dim import ShapeTime
 from quantkit.plan.plan import Count, FormulaCheck, Plan
 from quantkit.quantization.rounding.errors import LayerLoss
 from quantkit.quantization.search import SearchResult
-from quantkit.quantization.transforms.alpha import Smoothing
+from quantkit.report.alarms import alarms_of
 from quantkit.runtime.providers.placement import Placement
+
+if TYPE_CHECKING:  # it imports torch
+    from quantkit.quantization.transforms.alpha import Smoothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """Bytes on disk; graph and weights, without tokenizer files."""
+    """Bytes on disk of graph and weights, without tokenizer files."""
 
     source_bytes: int  # the checkpoint that was quantized, as it is stored
-    planned_bytes: int  # tensors that the plan foretells
+    planned_bytes: int  # all tensors of the plan
     artifact_bytes: int
-    reference_bytes: int | None = None  # the float graph that the artifact is timed against
-
-    @property
-    def ratio(self) -> float:
-        """Artifact over source."""
-        return self.artifact_bytes / self.source_bytes
+    reference_bytes: int | None = None  # the float graph that latency is compared with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Projections that stay float for one reason."""
+    """Projections of one role that stay float for one reason."""
 
     role: str
     reason: str
@@ -42,14 +45,14 @@ class Kept:
 
 
 def kept_projections(plan: Plan) -> tuple[Kept, ...]:
-    """What a plan leaves as it was, one entry for each role and reason, in the order of the walk."""
+    """Float projections of a plan: one entry for each role and reason, in the model's order."""
     counts = Counter((str(layer.role), layer.reason) for layer in plan.layers if not layer.quantized)
     return tuple(Kept(role=role, reason=reason, count=count) for (role, reason), count in counts.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All that is known of one quantized model."""
+    """Plan, measurements and protocol of one quantized model."""
 
     model: str
     scheme: str
@@ -70,15 +73,134 @@ class Report:
     has_random_weights: bool = False
     recipe_sha256: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
-    notes: tuple[str, ...] = ()  # what could not be measured, and why
+    notes: tuple[str, ...] = ()  # measurements that were not possible, each with its reason
     fit: str = "rtn"
     transforms: tuple[str, ...] = ()
     layer_losses: tuple[LayerLoss, ...] = ()
     smoothing: tuple[Smoothing, ...] = ()
     search: SearchResult | None = None
-    shape_times: tuple[ShapeTime, ...] = ()  # where sizes were chosen by measuring
+    shape_times: tuple[ShapeTime, ...] = ()  # of `min_dim: auto`
 
     @property
     def holds_budget(self) -> bool:
         """Whether the artifact keeps the budget of its search; True without a search."""
         return self.search is None or self.search.holds
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The content of report.json."""
+    document = parts_json({entry.name: getattr(report, entry.name) for entry in fields(report)})
+    return {**document, "alarms": list(alarms_of(document))}
+
+
+def rerun_json(
+    artifact: Mapping[str, Any], *, environment: Environment, notes: Sequence[str], **measured: Any
+) -> dict[str, Any]:
+    """JSON of a stage that ran again on an artifact: `measured` parts under the keys of report.json."""
+    return parts_json({**artifact, **measured, "environment": environment, "notes": notes})
+
+
+def evaluation_json(
+    artifact: Mapping[str, Any],
+    result: Accuracy | Similarity | TextPerplexity,
+    *,
+    is_meaningful: bool,
+    reference: str | None,
+    environment: Environment,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """JSON of `quantkit eval`; without a reference, accuracy holds the perplexity alone."""
+    key = "similarity" if isinstance(result, Similarity) else "accuracy"
+    accuracy = {**_part(result), "is_meaningful": is_meaningful}
+    return rerun_json(artifact, reference=reference, environment=environment, notes=notes, **{key: accuracy})
+
+
+def parts_json(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Records as JSON under their keys; None is left out at every depth."""
+    document: dict[str, Any] = _without_none({key: _part(value) for key, value in parts.items()})
+    return document
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_part(entry) for entry in value]
+    return FORMS.get(type(value), to_json)(value)
+
+
+def _size_json(size: Size) -> dict[str, Any]:
+    return {**to_json(size), "ratio": size.artifact_bytes / size.source_bytes}
+
+
+def _accuracy_json(accuracy: Accuracy) -> dict[str, Any]:
+    return {
+        "perplexity": {
+            "reference": accuracy.reference.value,
+            "reference_standard_error": accuracy.reference.standard_error,
+            "quantized": accuracy.quantized.value,
+            "quantized_standard_error": accuracy.quantized.standard_error,
+            "increase": accuracy.increase,
+            "increase_standard_error": accuracy.increase_standard_error,
+        },
+        "kl_divergence": accuracy.kl_divergence,
+        "kl_standard_error": accuracy.kl_standard_error,
+        "kl_99th_percentile": accuracy.kl_99th_percentile,
+        "top1_agreement": accuracy.top1_agreement,
+        "max_relative_logit_error": accuracy.max_relative_logit_error,
+        "is_meaningful": accuracy.is_meaningful,
+        "protocol": _protocol_json(accuracy),
+    }
+
+
+def _perplexity_json(measured: TextPerplexity) -> dict[str, Any]:
+    perplexity = measured.perplexity
+    return {
+        "perplexity": {
+            "quantized": perplexity.value,
+            "quantized_standard_error": perplexity.standard_error,
+        },
+        "protocol": _protocol_json(measured),
+    }
+
+
+def _protocol_json(measured: Accuracy | TextPerplexity) -> dict[str, Any]:
+    return {key: getattr(measured, key) for key in ("text", "num_tokens", "window", "stride")}
+
+
+def _latency_json(latency: Latency) -> dict[str, Any]:
+    reference = _phases_json(latency.prefill_reference, latency.decode_reference)
+    return {
+        "provider": latency.provider,
+        "reference": {"name": latency.reference, **reference} if reference else None,
+        **_phases_json(latency.prefill, latency.decode),
+        "floor_ms_per_token": latency.floor_ms_per_token,
+        "threads": latency.threads,
+        "batch": latency.batch,
+        "prompt_length": latency.prompt_length,
+        "num_decoded": latency.num_decoded,
+        "num_warm_ups": latency.num_warm_ups,
+    }
+
+
+def _phases_json(prefill: Timing | None, decode: Timing | None) -> dict[str, Any]:
+    """The medians under keys of their own, each followed by its whole timing."""
+    phases: dict[str, Any] = {}
+    if prefill:
+        phases |= {"prefill_ms": prefill.median_ms, "prefill": to_json(prefill)}
+    if decode:
+        phases |= {"decode_ms_per_token": decode.median_ms, "decode": to_json(decode)}
+    return phases
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+
+
+# Records whose JSON is not their fields one by one.
+FORMS: Mapping[type, Callable[[Any], Any]] = {
+    Size: _size_json,
+    Accuracy: _accuracy_json,
+    TextPerplexity: _perplexity_json,
+    Latency: _latency_json,
+}

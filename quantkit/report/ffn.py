@@ -1,4 +1,4 @@
-"""The page of `quantkit inspect --ffn`: hidden units that sleep, repeat or shout, and what that means."""
+"""The page of `quantkit inspect --ffn`: dead, duplicate and outlier hidden units of every FFN."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from quantkit.report.figures import figures
 from quantkit.report.tables import Page, Table
 
 Json = Mapping[str, Any]
-COLUMNS = ("block", "units", "silent", "proved", "alike", "outliers", "peak / typical", "bits lost")
+COLUMNS = ("block", "units", "inactive", "dead", "copies", "outliers", "peak ratio", "bits lost")
 VERDICT = "INT8"
 
 
 def units_page(document: Json) -> Page:
-    """The table, and what its columns mean."""
     layers: Sequence[Json] = document["layers"]
-    total = sum(each["hidden_features"] for each in layers)
-    silent, proved = (sum(each[key] for each in layers) for key in ("num_silent", "num_proved"))
+    total = sum(layer["hidden_features"] for layer in layers)
+    inactive, dead = (sum(layer[key] for layer in layers) for key in ("num_silent", "num_proved"))
     counted = f"{len(layers)} FFN{'s' if len(layers) > 1 else ''} on {document['num_tokens']:,} tokens"
-    head = f"{document['model']}: hidden units of {counted}"
-    kinds = ", ".join(dict.fromkeys(each["ffn"] for each in layers))
+    kinds = ", ".join(dict.fromkeys(layer["ffn"] for layer in layers))
     return Page(
-        head=(f"{head} of {document['text']}", f"  {kinds}"),
+        head=(f"{document['model']}: hidden units of {counted} of {document['text']}", f"  {kinds}"),
         tables=(units_table(layers),),
         foot=(
-            f"silent: {silent:,} of {total:,} units, never active on this text",
-            f"proved: {proved:,} add nothing on any text, by their weights alone",
-            "alike: key and activity of an earlier unit (cosines above 0.95)",
-            "outliers: peak above 8 times the median unit's",
-            "bits lost: of 7, by the median unit to the loudest, with one scale and with one for each 64",
-            "INT8: what the way down can be read in: 'any' scheme; 'blocks', where one scale loses 3 bits or",
-            "  more; 'resists', where blocks of 64 do too: smaller blocks, smoothing, or --layer NAME=float",
+            f"inactive: {inactive:,} of {total:,} units, never active on this text",
+            f"dead: {dead:,} units that add nothing on any text, by their weights alone",
+            "copies: units with key and activity of an earlier unit (cosines above 0.95)",
+            "outliers: units with a peak above 8 times the median unit's",
+            "peak ratio: peak of the largest unit over that of the median unit",
+            "bits lost: of 7, between median and largest unit; one scale / a scale for each 64 units",
+            "INT8: inputs that the down projection accepts",
+            "  any: every scheme",
+            "  blocks: schemes in blocks, because one scale loses 3 bits or more",
+            "  resists: blocks of 64 lose 3 bits too; try smaller blocks, smoothing or --layer NAME=float",
         ),
     )
 
@@ -40,27 +41,16 @@ def units_table(layers: Sequence[Json], title: str = "Hidden units") -> Table:
     """One row for each FFN."""
     rows = tuple(
         (
-            each["block"],
-            f"{each['hidden_features']:,}",
-            f"{each['num_silent']:,}",
-            f"{each['num_proved']:,}",
-            f"{each['num_duplicates']:,}",
-            f"{each['num_outliers']:,}",
-            _ratio(each),
-            f"{each['bits_lost_in_row']:.1f} / {each['bits_lost_in_blocks']:.1f}",
-            each["verdict"],
+            layer["block"],
+            f"{layer['hidden_features']:,}",
+            f"{layer['num_silent']:,}",
+            f"{layer['num_proved']:,}",
+            f"{layer['num_duplicates']:,}",
+            f"{layer['num_outliers']:,}",
+            f"{figures(layer['peak'] / layer['typical_peak'])}x" if layer["typical_peak"] else "-",
+            f"{layer['bits_lost_in_row']:.1f}/{layer['bits_lost_in_blocks']:.1f}",
+            layer["verdict"],
         )
-        for each in layers
+        for layer in layers
     )
-    return Table(
-        title=title,
-        columns=(*COLUMNS, VERDICT),
-        rows=rows,
-        numeric=COLUMNS[1:],
-        whole=("block",),
-    )
-
-
-def _ratio(each: Json) -> str:
-    typical = each["typical_peak"]
-    return f"{figures(each['peak'])} / {figures(typical)}" if typical else "-"
+    return Table(title=title, columns=(*COLUMNS, VERDICT), rows=rows, numeric=COLUMNS[1:], whole=("block",))

@@ -1,10 +1,12 @@
-"""What rounding took from each product, what a better fit gave back, and what a search tried.
+"""Lines and tables on rounding: losses of each pack, gains of fit and smoothing, and the search for a budget.
 
-The page shows the products that lose most; report.json has them all.
+A pack is the projections that one MatMul computes. The page shows the packs that lose most; report.json
+holds all of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,167 +20,144 @@ PLAIN_FIT = "rtn"
 Json = Mapping[str, Any]
 
 
-def loss_head(document: Json) -> Iterable[str]:
-    """How the weights were fitted, in a line or two."""
+def loss_lines(document: Json) -> Iterable[str]:
+    """Transforms, fit, smoothing and search, a line each."""
     if document.get("transforms"):
-        yield f"transforms: {', '.join(document['transforms'])}, exact before rounding"
+        yield f"transforms: {', '.join(document['transforms'])} (exact before rounding)"
     losses = document.get("layer_losses", [])
     if document.get("fit", PLAIN_FIT) != PLAIN_FIT and losses:
         yield f"fit: {document['fit']}; {_gain(losses)}"
     smoothing = document.get("smoothing", [])
     if smoothing:
-        smoothed = [each for each in smoothing if each.get("alpha") is not None]
-        plain, error = (sum(each[key] for each in smoothing) for key in ("plain_error", "error"))
-        share = f", which leaves {error / plain:.0%} of their squared error" if plain else ""
-        yield f"smoothed: {len(smoothed)} of {len(smoothing)} spaces{share}"
+        count = sum(space.get("alpha") is not None for space in smoothing)
+        plain, error = (sum(space[key] for space in smoothing) for key in ("plain_error", "error"))
+        share = f"; squared error {error / plain:.0%} of that without" if plain else ""
+        yield f"smoothing: {count} of {len(smoothing)} spaces{share}"
     search = document.get("search")
     if search:
-        yield f"budget: {_limits(search)}, {'held' if search['holds'] else 'NOT held'}; {_chosen(search)}"
-
-
-def _gain(losses: Iterable[Json]) -> str:
-    """The median of what is left of plain rounding's error."""
-    key = "output_error" if all("output_error" in each for each in losses) else "weight_error"
-    shares = sorted(each[key] / each[f"plain_{key}"] for each in losses if each[f"plain_{key}"])
-    what = "outputs" if key == "output_error" else "weights"
-    middle = shares[len(shares) // 2] if shares else 1.0
-    return f"error of {what} {middle:.2f}x that of plain rounding (median of {len(shares)} products)"
-
-
-def _limits(search: Json) -> str:
-    parts = []
-    if search.get("max_ppl_increase") is not None:
-        parts.append(f"perplexity within {search['max_ppl_increase']:+.2%}")
-    if search.get("max_kl") is not None:
-        parts.append(f"KL divergence within {search['max_kl']:g}")
-    return " and ".join(parts)
-
-
-def _chosen(search: Json) -> str:
-    counts: dict[str, int] = {}
-    for _, name in search["chosen"]["choices"]:
-        counts[name] = counts.get(name, 0) + 1
-    mix = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda each: -each[1]))
-    tried = len(search["candidates"]) + len(search["verdicts"])
-    return f"{tried} models measured; chosen: {mix}"
-
-
-def loss_alarms(document: Json) -> Iterable[str]:
-    """A budget that could not be held."""
-    search = document.get("search")
-    if search and search["holds"] and not document["projections"]["quantized"]:
-        yield "NOTHING QUANTIZED: only the model as it was holds this budget"
-    if search and not search["holds"]:
-        verdict = search["verdicts"][-1]
-        yield (
-            f"BUDGET MISSED: perplexity {verdict['ppl_increase']:+.2%}, KL divergence "
-            f"{verdict['kl_divergence']:.3g} on unseen text; this is the best that was found"
-        )
+        yield f"budget: {_limits(search)}, {'held' if search['holds'] else 'NOT held'}; {_choice(search)}"
 
 
 def loss_tables(document: Json) -> Iterable[Table]:
-    """The products that lose most, and the configurations that a search measured."""
-    losses = document.get("layer_losses", [])
-    if losses:
-        yield _products(losses)
-    search = document.get("search")
-    if search:
-        yield _candidates(search)
-    times = document.get("shape_times", [])
-    if times:
-        yield _times(times)
+    """Losses of packs, configurations of a search and times of shapes, where there are any."""
+    for key, table in (("layer_losses", _losses), ("search", _candidates), ("shape_times", _times)):
+        if document.get(key):
+            yield table(document[key])
 
 
-def sensitivity_page(model: str, units: Sequence[Json], protocol: str) -> Page:
-    """What `quantkit inspect --sensitivity` shows: every product, those that lose most first."""
-    names = [each["format"] for each in units[0]["options"] if each["format"] != FLOAT]
+def sensitivity_page(model: str, packs: Sequence[Json], protocol: str) -> Page:
+    """The page of `quantkit inspect --sensitivity`: every pack, those that lose most first."""
+    formats = tuple(option["format"] for option in packs[0]["options"] if option["format"] != FLOAT)
 
-    def loss(unit: Json, name: str) -> float:
-        return next(float(each["loss"]) for each in unit["options"] if each["format"] == name)
+    def losses(pack: Json) -> list[float]:
+        loss_of = {option["format"]: float(option["loss"]) for option in pack["options"]}
+        return [loss_of[name] for name in formats]
 
-    ordered = sorted(units, key=lambda unit: -max(loss(unit, name) for name in names))
-    total = ("all, if losses add up", *(f"{sum(loss(unit, name) for unit in units):.3g}" for name in names))
-    rows = [(unit["name"], *(f"{loss(unit, name):.3g}" for name in names)) for unit in ordered]
-    ffns = [unit["ffn"] for unit in ordered if "ffn" in unit]
-    return Page(
-        head=(f"{model}: KL divergence in nats when one product alone is in a format",),
-        tables=(
-            Table(
-                title="Sensitivity", columns=("product", *names), rows=(total, *rows), numeric=tuple(names)
-            ),
-            *([units_table(ffns, "Hidden units of the original, in the same order")] if ffns else []),
-        ),
-        foot=(protocol, *(("'quantkit inspect --ffn' says what their columns mean",) if ffns else ())),
-    )
+    def cells(name: str, values: Iterable[float]) -> tuple[str, ...]:
+        return (name, *(f"{value:.3g}" for value in values))
+
+    ordered = sorted(packs, key=lambda pack: -max(losses(pack)))
+    total = [sum(values) for values in zip(*map(losses, packs), strict=True)]
+    rows = (cells("sum of all packs", total), *(cells(pack["name"], losses(pack)) for pack in ordered))
+    tables = [Table(title="Sensitivity", columns=("pack", *formats), rows=rows, numeric=formats)]
+    foot = [protocol]
+    ffns = [pack["ffn"] for pack in ordered if "ffn" in pack]
+    if ffns:
+        tables.append(units_table(ffns, "Hidden units of the float model, in the same order"))
+        foot.append("'quantkit inspect --ffn' explains the columns of hidden units")
+    head = f"{model}: KL divergence in nats with one pack in a format and all others in float"
+    return Page(head=(head,), tables=tuple(tables), foot=tuple(foot))
 
 
-def _products(losses: list[Json]) -> Table:
-    has_outputs = any("output_error" in each for each in losses)
-    has_kl = any("kl_divergence" in each for each in losses)
-    key = "kl_divergence" if has_kl else "output_error" if has_outputs else "weight_error"
-    worst = sorted(losses, key=lambda each: -each.get(key, 0.0))[:MOST_ROWS]
-    numeric = ("weights", *(("outputs",) if has_outputs else ()), *(("KL alone",) if has_kl else ()))
-    rows = []
-    for each in worst:
-        row = [each["name"], each["format"], _beside(each, "weight_error")]
-        row += [_beside(each, "output_error")] if has_outputs else []
-        row += [f"{each['kl_divergence']:.2g}" if "kl_divergence" in each else "-"] if has_kl else []
-        rows.append(tuple(row))
+def _gain(losses: Iterable[Json]) -> str:
+    """The median error, relative to round-to-nearest."""
+    has_outputs = all("output_error" in loss for loss in losses)
+    key, what = ("output_error", "outputs") if has_outputs else ("weight_error", "weights")
+    ratios = sorted(loss[key] / loss[f"plain_{key}"] for loss in losses if loss[f"plain_{key}"])
+    median = ratios[len(ratios) // 2] if ratios else 1.0
+    return f"error of {what} {median:.2f}x that of round-to-nearest (median of {len(ratios)} packs)"
+
+
+def _limits(search: Json) -> str:
+    limits = []
+    if search.get("max_ppl_increase") is not None:
+        limits.append(f"perplexity within {search['max_ppl_increase']:+.2%}")
+    if search.get("max_kl") is not None:
+        limits.append(f"KL divergence within {search['max_kl']:g}")
+    return " and ".join(limits)
+
+
+def _choice(search: Json) -> str:
+    counts = Counter(name for _, name in search["chosen"]["choices"]).most_common()
+    num_models = len(search["candidates"]) + len(search["verdicts"])
+    return f"{num_models} models measured; chosen: {', '.join(f'{count} {name}' for name, count in counts)}"
+
+
+def _losses(losses: Sequence[Json]) -> Table:
+    shown = {
+        "weight_error": "weights",
+        "output_error": "outputs",
+        "kl_divergence": "KL, alone",
+    }
+    keys = [key for key in shown if key == "weight_error" or any(key in loss for loss in losses)]
+    worst = sorted(losses, key=lambda loss: -loss.get(keys[-1], 0.0))[:MOST_ROWS]
+    numeric = tuple(shown[key] for key in keys)
     return Table(
-        title=f"Products that lose most ({len(worst)} of {len(losses)}; errors, of plain rounding behind)",
-        columns=("product", "format", *numeric),
-        rows=tuple(rows),
+        title=f"Largest relative errors ({len(worst)} of {len(losses)} packs; round-to-nearest in brackets)",
+        columns=("pack", "format", *numeric),
+        rows=tuple(
+            (loss["name"], loss["format"], *(_loss_cell(loss, key) for key in keys)) for loss in worst
+        ),
         numeric=numeric,
+        whole=("pack",),
     )
 
 
-def _beside(each: Json, key: str) -> str:
-    if key not in each:
+def _loss_cell(loss: Json, key: str) -> str:
+    if key not in loss:
         return "-"
-    plain = each[f"plain_{key}"]
-    return f"{each[key]:.2%}" if plain == each[key] else f"{each[key]:.2%} ({plain:.2%})"
+    if key == "kl_divergence":
+        return f"{loss[key]:.2g}"
+    plain = loss[f"plain_{key}"]
+    return f"{loss[key]:.2%}" if plain == loss[key] else f"{loss[key]:.2%} ({plain:.2%})"
 
 
 def _candidates(search: Json) -> Table:
-    numeric = ("MB", "us/token", "perplexity", "KL", "same top-1", "KL expected")
-    chosen = search["chosen"]["choices"]
+    numeric = ("MB", "us/token", "perplexity", "KL", "top-1", "predicted KL")
     rows = []
-    for each in sorted(search["candidates"], key=lambda each: each["cost"]):
-        loss = each["loss"]
+    for candidate in sorted(search["candidates"], key=lambda candidate: candidate["cost"]):
+        loss, is_chosen = candidate["loss"], candidate["choices"] == search["chosen"]["choices"]
         rows.append(
             (
-                f"{each['label']}{' <- chosen' if each['choices'] == chosen else ''}",
-                megabytes(each["num_bytes"]),
-                figures(each["microseconds"]) if "microseconds" in each else "-",
+                f"{candidate['label']}{' <- chosen' if is_chosen else ''}",
+                megabytes(candidate["num_bytes"]),
+                figures(candidate["microseconds"]) if "microseconds" in candidate else "-",
                 f"{loss['ppl_increase']:+.2%}",
                 f"{loss['kl_divergence']:.3g}",
                 f"{loss['top1_agreement']:.2%}",
-                f"{each['predicted_kl']:.3g}",
+                f"{candidate['predicted_kl']:.3g}",
             )
         )
     return Table(
-        title="Configurations measured (of projections alone, on text held back from calibration)",
+        title="Configurations of the search (projections alone, on text held out from calibration)",
         columns=("configuration", *numeric),
         rows=tuple(rows),
         numeric=numeric,
     )
 
 
-def _times(times: list[Json]) -> Table:
+def _times(times: Sequence[Json]) -> Table:
     numeric = ("in", "out", "rows", "median us", "spread us")
     return Table(
-        title="Times of single products on this machine",
+        title="Times of single MatMuls on this machine",
         columns=("format", *numeric),
         rows=tuple(
             (
-                each["format_name"],
-                f"{each['in_features']}",
-                f"{each['out_features']}",
-                f"{each['rows']}",
-                figures(each["median_us"]),
-                figures(each["spread_us"]),
+                time["format_name"],
+                *(f"{time[key]}" for key in ("in_features", "out_features", "rows")),
+                *(figures(time[key]) for key in ("median_us", "spread_us")),
             )
-            for each in times
+            for time in times
         ),
         numeric=numeric,
     )

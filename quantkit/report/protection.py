@@ -1,4 +1,4 @@
-"""The page of an audit: how much of the secret orders the public weights give away."""
+"""The page of an audit: the share of each secret permutation that public weights reveal."""
 
 from __future__ import annotations
 
@@ -7,46 +7,39 @@ from typing import Any
 
 from quantkit.report.tables import Page, Table
 
-HIGH = 0.5  # of an order; found to this much it hides nothing
+REVEALED = 0.5  # share of a permutation from which it counts as recovered
+ATTACKS = ("by_known_rows", "by_sorted_values")
 
 
-def audit_page(found: Sequence[Mapping[str, Any]]) -> Page:
-    """One line for each order; reads the JSON form."""
+def audit_page(orders: Sequence[Mapping[str, Any]]) -> Page:
+    """One row for each permutation, from the JSON form of an audit."""
+    numeric = ("positions", "by known rows", "by sorted values")
     rows = tuple(
         (
-            "this folder" if each["is_given"] else each["weights"],
-            ", ".join(each["permutes"]),
-            each["space"],
-            f"{each['positions']:,}",
-            f"{each['by_known_rows']:.1%}",
-            f"{each['by_sorted_values']:.1%}",
+            "this folder" if order["is_given"] else order["weights"],
+            ", ".join(order["permutes"]),
+            order["space"],
+            f"{order['positions']:,}",
+            *(f"{order[attack]:.1%}" for attack in ATTACKS),
         )
-        for each in found
+        for order in orders
     )
-    given = [each for each in found if each["is_given"]]
-    broken = [each["space"] for each in given if max(_best(each)) >= HIGH]
+    broken = [
+        order["space"]
+        for order in orders
+        if order["is_given"] and max(order[attack] for attack in ATTACKS) >= REVEALED
+    ]
+    alarm = f"NOT HIDDEN: the permutation of {', '.join(broken)} can be recovered from public weights"
     return Page(
-        head=("Orders that the public weights give away, of all positions",),
+        head=("Recovery of secret permutations from the public weights, as a share of positions",),
         tables=(
             Table(
-                title="",
-                columns=("weights", "permuted", "order of", "positions", "by known rows", "by sorted values"),
-                rows=rows,
-                numeric=("positions", "by known rows", "by sorted values"),
+                title="", columns=("weights", "permuted", "order of", *numeric), rows=rows, numeric=numeric
             ),
         ),
         foot=(
-            "by known rows: queries and keys keep their rows, so their columns are compared whole",
-            "by sorted values: magnitudes in ascending order, for which no order must be known",
+            "by known rows: query and key rows are not permuted, so their columns are compared as they are",
+            "by sorted values: sorted magnitudes are compared, so no permutation has to be known",
         ),
-        alarms=(
-            f"whoever has the public weights recovers the order of {', '.join(broken)}: "
-            "it hides nothing from them",
-        )
-        if broken
-        else (),
+        alarms=(alarm,) if broken else (),
     )
-
-
-def _best(each: Mapping[str, Any]) -> tuple[float, float]:
-    return each["by_known_rows"], each["by_sorted_values"]

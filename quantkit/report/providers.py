@@ -1,6 +1,6 @@
-"""The page of `quantkit bench --provider`: what each provider did in its own process, and what it left.
+"""The page of `quantkit bench --provider`: speed, accuracy and placement of each execution provider.
 
-A provider that could not run is a row like any other, with its reason and its cure below.
+Each provider runs in a process of its own. A provider that fails is a row too, with reason and remedy below.
 """
 
 from __future__ import annotations
@@ -9,64 +9,44 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.evaluation.measurements import Environment, ProviderRun
-from quantkit.model.model_map import to_json
-from quantkit.report.figures import figures, megabytes
-from quantkit.report.quantization import without_none
-from quantkit.report.reruns import machine_line, name_line
+from quantkit.report.figures import BAR_CELLS, bar, figures, megabytes, percent
+from quantkit.report.measurements import machine_line
+from quantkit.report.reruns import artifact_line
 from quantkit.report.tables import Page, Table
 
 Json = Mapping[str, Any]
-BAR_CELLS = 20
-SHOWN_LAYERS = 3  # of those that an operator fell back in; the rest are counted
-
-
-def providers_json(
-    *,
-    artifact: Json,
-    runs: Sequence[ProviderRun],
-    threads: int,
-    environment: Environment,
-    strict: bool,
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    """What `quantkit bench --provider ... --json` prints."""
-    document: dict[str, Any] = without_none(
-        {**artifact, "threads": threads, "strict": strict, "environment": to_json(environment)}
-    )
-    document["providers"] = [without_none(to_json(run)) for run in runs]
-    return {**document, "notes": list(notes)}
+SHOWN_LAYERS = 3  # of each operator that ran on the CPU instead; the rest are counted
+# Key of a provider's accuracy -> column, and a value as text.
+ACCURACIES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "perplexity_ratio": ("perplexity", lambda value: f"x {value:.4f}"),
+    "kl_divergence": ("KL, nats", figures),
+    "lowest_cosine": ("lowest cosine", lambda value: f"{value:.5f}"),
+    "max_relative_logit_error": ("largest error", lambda value: f"{value:.2%}"),
+    "top1_agreement": ("top-1", lambda value: f"{value:.1%}"),
+}
 
 
 def providers_page(document: Json) -> Page:
-    """The page for a person."""
+    """The page, from `rerun_json` with the runs of the providers."""
     runs = document["providers"]
-    prompts = sorted({run["prompt_length"] for run in runs if "prompt_length" in run})
-    tables = [_speed(runs), *filter(None, [_accuracies(runs)]), _shares(runs)]
-    left = [row for run in runs for row in _left(run)]
-    if left:
-        columns = ("provider", "operator", "nodes", "layers", "why")
-        tables.append(Table(title="Left to the CPU", columns=columns, rows=tuple(left), numeric=("nodes",)))
-    failed = [(run["provider"], run["why_not"], run["cure"]) for run in runs if "why_not" in run]
-    if failed:
-        tables.append(
-            Table(title="What did not run", columns=("provider", "why", "cure"), rows=tuple(failed))
-        )
-    lines = [f"{document['threads']} threads, batch 1, prompt {' or '.join(map(str, prompts)) or 'not run'}"]
-    if len(runs) > 1:
-        lines.append("one process after the other: on a busy machine their times drift apart by themselves")
-    if any("accuracy" in run for run in runs):
-        lines.append("greatest error: the greatest difference of two outputs over the greatest output")
-    for run in runs:
-        if "start_again_ms" in run:
-            lines.append(
-                f"{run['provider']}: starts {run['start_ms'] / run['start_again_ms']:.1f} times faster from "
-                f"what it compiled, which is kept (compiling: {figures(run['compile_ms'])} ms)"
-            )
+    unplaced = tuple(row for run in runs for row in _unplaced_rows(run))
+    failed = tuple((run["provider"], run["why_not"], run["cure"]) for run in runs if "why_not" in run)
+    tables = (
+        _speeds(runs),
+        _accuracies([(run["provider"], run["accuracy"]) for run in runs if "accuracy" in run]),
+        _placements(runs),
+        Table(
+            title="Operators on the CPU instead",
+            columns=("provider", "operator", "nodes", "layers", "reason"),
+            rows=unplaced,
+            numeric=("nodes",),
+        ),
+        Table(title="Failures", columns=("provider", "reason", "remedy"), rows=failed),
+    )
     return Page(
-        head=(name_line(document),),
-        tables=tuple(tables),
-        foot=(*lines, machine_line(document["environment"])),
+        head=(artifact_line(document),),
+        tables=tuple(table for table in tables if table.rows),
+        foot=(*_lines(document), machine_line(document["environment"])),
         warnings=(
             *document["notes"],
             *(f"{run['provider']}: {note}" for run in runs for note in run["notes"]),
@@ -75,8 +55,31 @@ def providers_page(document: Json) -> Page:
     )
 
 
-def _speed(runs: Sequence[Json]) -> Table:
-    columns = ("library, ms", "start, ms", "again, ms", "prefill, ms", "decode, ms/token", "peak, MB")
+def _lines(document: Json) -> Iterable[str]:
+    runs = document["providers"]
+    prompts = sorted({run["prompt_length"] for run in runs if "prompt_length" in run})
+    yield f"{document['threads']} threads, batch 1, prompt {' or '.join(map(str, prompts)) or 'not run'}"
+    if len(runs) > 1:
+        yield "providers run one after the other, so load on the machine can make their times differ"
+    if any("accuracy" in run for run in runs):
+        yield "largest error: greatest output difference over greatest output"
+    for run in runs:
+        if "start_again_ms" in run:
+            yield (
+                f"{run['provider']}: cached start is {run['start_ms'] / run['start_again_ms']:.1f} times "
+                f"faster (compiling takes {figures(run['compile_ms'])} ms)"
+            )
+
+
+def _speeds(runs: Sequence[Json]) -> Table:
+    columns = (
+        "library load, ms",
+        "start, ms",
+        "cached start, ms",
+        "prefill, ms",
+        "decode, ms/token",
+        "peak, MB",
+    )
 
     def cells(run: Json) -> Iterable[str]:
         for key in ("library_ms", "start_ms", "start_again_ms"):
@@ -93,94 +96,66 @@ def _speed(runs: Sequence[Json]) -> Table:
     )
 
 
-def _accuracies(runs: Sequence[Json]) -> Table | None:
-    """Decoders by what they predict, encoders by where their states point; None without a comparison."""
-    compared = [(run["provider"], run["accuracy"]) for run in runs if "accuracy" in run]
-    if not compared:
-        return None
-    shown: dict[str, tuple[str, Callable[[float], str]]] = {
-        "perplexity_ratio": ("perplexity", lambda value: f"x {value:.4f}"),
-        "kl_divergence": ("KL, nats", figures),
-        "lowest_cosine": ("lowest cosine", lambda value: f"{value:.5f}"),
-        "max_relative_logit_error": ("greatest error", lambda value: f"{value:.2%}"),
-        "top1_agreement": ("same top-1", lambda value: f"{value:.1%}"),
-    }
-    keys = [key for key in shown if any(key in accuracy for _, accuracy in compared)]
+def _accuracies(measured: Sequence[tuple[str, Json]]) -> Table:
+    """Decoders are compared by predictions, encoders by the directions of their states."""
+    keys = [key for key in ACCURACIES if any(key in accuracy for _, accuracy in measured)]
     if "lowest_cosine" in keys:
-        keys.remove("top1_agreement")  # the largest of an encoder's states stands for no token
-    columns = ("tokens", *(shown[key][0] for key in keys))
+        keys.remove("top1_agreement")  # the largest component of an encoder's state is no token
+    columns = ("tokens", *(ACCURACIES[key][0] for key in keys))
     rows = tuple(
         (
-            name,
-            str(found["num_tokens"]),
-            *(shown[key][1](found[key]) if key in found else "-" for key in keys),
+            provider,
+            f"{accuracy['num_tokens']}",
+            *(ACCURACIES[key][1](accuracy[key]) if key in accuracy else "-" for key in keys),
         )
-        for name, found in compared
+        for provider, accuracy in measured
     )
-    references = ", ".join(sorted({found["reference"] for _, found in compared}))
+    references = ", ".join(sorted({accuracy["reference"] for _, accuracy in measured}))
     return Table(
         title=f"Accuracy beside {references}", columns=("provider", *columns), rows=rows, numeric=columns
     )
 
 
 def _outcome(run: Json) -> str:
-    """A provider that took nothing has a time all the same, and it is the CPU's."""
+    """The outcome; a provider that placed no MACs has the CPU's times."""
     placement = run.get("placement")
     if run["outcome"] != "ran" or not placement or not placement["unplaced"]:
         return str(run["outcome"])
     return "ran on the CPU" if placement.get("mac_fraction") == 0 else "ran, mixed"
 
 
-def _shares(runs: Sequence[Json]) -> Table:
-    def row(run: Json) -> tuple[str, ...]:
+def _placements(runs: Sequence[Json]) -> Table:
+    def cells(run: Json) -> tuple[str, ...]:
         placement = run.get("placement")
         if placement is None:
-            return run["provider"], bar(0.0), "-", "-", run.get("device", "-")
+            return bar(0.0), "-", "-"
         macs, num_nodes = placement.get("mac_fraction"), placement["num_nodes"]
-        num_placed = num_nodes - len(placement["unplaced"])
-        shown = ("?" * BAR_CELLS, "unknown") if macs is None else (bar(macs), percent(macs))
-        return run["provider"], *shown, f"{num_placed} of {num_nodes}", run.get("device", "-")
+        share = ("?" * BAR_CELLS, "unknown") if macs is None else (bar(macs), percent(macs))
+        return *share, f"{num_nodes - len(placement['unplaced'])} of {num_nodes}"
 
     return Table(
-        title="Placement, by the runtime's record",
+        title="Placement, as onnxruntime records it",
         columns=("provider", "share of MACs", "MACs", "nodes", "device"),
-        rows=tuple(map(row, runs)),
+        rows=tuple((run["provider"], *cells(run), run.get("device", "-")) for run in runs),
         numeric=("MACs", "nodes"),
         whole=("share of MACs",),
     )
 
 
-def bar(share: float) -> str:
-    """Twenty cells; full only where all of it is there, and empty only where none is."""
-    filled = round(share * BAR_CELLS)
-    if 0 < share < 1:
-        filled = min(max(filled, 1), BAR_CELLS - 1)
-    return "█" * filled + "░" * (BAR_CELLS - filled)
-
-
-def percent(share: float) -> str:
-    """Never rounded up to 100% or down to 0%."""
-    text = f"{share:.1%}"
-    if share < 1 and text == "100.0%":
-        return ">99.9%"
-    return "<0.1%" if share > 0 and text == "0.0%" else text
-
-
-def _left(run: Json) -> Iterable[tuple[str, str, str, str, str]]:
+def _unplaced_rows(run: Json) -> Iterable[tuple[str, ...]]:
     """One row for each operator and reason, the most frequent first."""
     groups: dict[tuple[str, str], list[str]] = {}
     for node in run.get("placement", {}).get("unplaced", ()):
-        key = node["operator"], node.get("reason", "the provider does not say")
+        key = node["operator"], node.get("reason", "the provider gives none")
         groups.setdefault(key, []).append(node.get("layer") or node["name"])
-    for (operator, reason), layers in sorted(groups.items(), key=lambda each: -len(each[1])):
+    for (operator, reason), layers in sorted(groups.items(), key=lambda group: -len(group[1])):
         distinct = list(Counter(layers))
         more = f" and {len(distinct) - SHOWN_LAYERS} more" if len(distinct) > SHOWN_LAYERS else ""
-        shown = ", ".join(distinct[:SHOWN_LAYERS]) + more
-        yield run["provider"], operator, str(len(layers)), shown, reason
+        yield run["provider"], operator, f"{len(layers)}", ", ".join(distinct[:SHOWN_LAYERS]) + more, reason
 
 
 def _alarms(runs: Sequence[Json]) -> Iterable[str]:
-    """What `--strict` does not accept."""
+    """Runs that `--strict` rejects."""
     for run in runs:
         if "placement" not in run:
             yield f"{run['provider']} did not run the model: {run.get('why_not', 'its placement is unknown')}"

@@ -47,15 +47,21 @@ def record_of(kind: Any, value: Any) -> Any:
     if origin in (Union, types.UnionType):
         return record_of(next(part for part in arguments if part is not types.NoneType), value)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = get_type_hints(kind)
-        known = {field.name for field in dataclasses.fields(kind)}
-        return kind(**{name: record_of(hints[name], part) for name, part in value.items() if name in known})
+        hints = _types_of(kind)
+        return kind(**{name: record_of(hints[name], part) for name, part in value.items() if name in hints})
     if origin is tuple:
         parts = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
         return tuple(record_of(part, entry) for part, entry in zip(parts, value, strict=True))
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind(value)
     return value
+
+
+def _types_of(record: type) -> dict[str, Any]:
+    """Field types of a record; `Report` names one that would import torch with its module."""
+    from quantkit.quantization.transforms.alpha import Smoothing
+
+    return get_type_hints(record, localns={"Smoothing": Smoothing})
 
 
 def _as_fields(document: Json) -> dict[str, Any]:

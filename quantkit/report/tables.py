@@ -1,6 +1,7 @@
-"""One table record, and its forms: terminal, Markdown and CSV.
+"""Records of a page and its tables, and their three forms: terminal, Markdown and CSV.
 
-What a table says is decided once, as text; the forms only lay it out, so none can say something else.
+Cells are text before any form sees them, so all forms show the same figures. Tables are laid out for a
+terminal of 80 columns: a header is broken at its spaces rather than made wider than its column.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -16,24 +18,25 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-ROOMY_WIDTH = 100  # below this, long names fold rather than push other columns off the screen
-PIPED_WIDTH = 110  # a pipe has no width of its own; the widest table fits in this
+GAP = 2  # between two columns
+LEAST_WIDTH = 15  # of a column that may be broken
+PIPED_WIDTH = 110  # a pipe has no width of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A title, columns and cells; `numeric` columns are set to the right."""
+    """A title, columns and cells."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numeric: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()  # never broken over lines
+    numeric: tuple[str, ...] = ()  # columns aligned to the right and never broken
+    whole: tuple[str, ...] = ()  # columns broken only where the screen has no room for them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What one command prints: lines before, tables, lines after; warnings stand out, alarms most."""
+    """Output of one command: lines, tables, lines, then warnings and alarms."""
 
     head: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -43,7 +46,7 @@ class Page:
 
 
 def print_page(page: Page) -> None:
-    """To the terminal, in colour where there is one."""
+    """Print to the terminal, in colour where there is one."""
     console = Console(highlight=False, width=None if os.isatty(1) else PIPED_WIDTH)
     for line in page.head:
         console.print(Text(line))
@@ -62,14 +65,20 @@ def print_page(page: Page) -> None:
 
 def _rich(table: Table, width: int) -> RichTable:
     rich = RichTable(
-        title=table.title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1)
+        title=table.title or None,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for column in table.columns:
+    keeps_whole = _fits(table, width)
+    for index, column in enumerate(table.columns):
         is_numeric = column in table.numeric
         rich.add_column(
-            column,
+            _header(column, (row[index] for row in table.rows)) if is_numeric else column,
             justify="right" if is_numeric else "left",
-            no_wrap=is_numeric or (column in table.whole and width >= ROOMY_WIDTH),
+            no_wrap=is_numeric or (column in table.whole and keeps_whole),
             overflow="fold",
         )
     for row in table.rows:
@@ -77,8 +86,23 @@ def _rich(table: Table, width: int) -> RichTable:
     return rich
 
 
+def _fits(table: Table, width: int) -> bool:
+    """Whether the `whole` columns leave enough room for the others."""
+    required = GAP * (len(table.columns) - 1)
+    for index, column in enumerate(table.columns):
+        longest = max((len(row[index]) for row in table.rows), default=0)
+        is_broken = column not in (*table.numeric, *table.whole)
+        required += min(longest, LEAST_WIDTH) if is_broken else longest
+    return required <= width
+
+
+def _header(column: str, cells: Iterable[str]) -> str:
+    """A column's name, broken at spaces where its cells are narrower."""
+    longest_word = max(map(len, column.split()), default=0)
+    return "\n".join(textwrap.wrap(column, max((longest_word, *map(len, cells), 1))))
+
+
 def to_markdown(page: Page) -> str:
-    """The same page as Markdown."""
     parts = [*page.head]
     for table in page.tables:
         parts.extend(["", f"### {table.title}" if table.title else "", "", *_markdown_rows(table)])
@@ -95,7 +119,7 @@ def _markdown_rows(table: Table) -> list[str]:
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows for a spreadsheet: raw values, one header line."""
+    """Raw values for a spreadsheet, under one header line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

@@ -50,7 +50,7 @@ def test_inspect_json_holds_the_contract():
 def test_inspect_for_a_person():
     result = quantkit("inspect", "demo", "--min-dim", "512")
     assert result.returncode == 0, result.stderr
-    for words in ("5,918,720 parameters", "13 of 37 projections (13 of 25 matrices)", "agrees with the walk"):
+    for words in ("5,918,720 parameters", "13 of 37 projections (13 of 25 matrices)", "equal to the count"):
         assert words in result.stdout
     assert result.stderr == ""
 

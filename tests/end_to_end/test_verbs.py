@@ -117,7 +117,7 @@ def test_compare_puts_reports_side_by_side(artifact, tmp_path):
     assert second["ratios"]["size_bytes"] > 1, "smaller blocks have more scales"
     assert "perplexity" in first["values"]
     page = quantkit("compare", str(artifact), str(other), "--format", "markdown").stdout
-    assert "| other | int8_block32 |" in page
+    assert "other: int8_block32 for cpu" in page
     assert "Ratio to out" in quantkit("compare", str(artifact), str(other)).stdout
 
 

@@ -250,7 +250,7 @@ def test_sensitivity_shows_them_beside_the_losses():
     ffn |= {"bits_lost_in_blocks": 1.1, "verdict": "blocks"}
     losses, seen = sensitivity_page("model", [units[0], {**units[1], "ffn": ffn}], "protocol").tables
     assert [row[0] for row in losses.rows[1:]] == ["up", "down"]
-    assert seen.rows == (("h.0", "64", "3", "2", "1", "7", "9.00 / 1.00", "3.2 / 1.1", "blocks"),)
+    assert seen.rows == (("h.0", "64", "3", "2", "1", "7", "9.00x", "3.2/1.1", "blocks"),)
 
 
 @pytest.mark.once

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.evaluation.measurements import Environment, ProviderAccuracy, ProviderRun, Timing
-from quantkit.report.providers import bar, percent, providers_json, providers_page
+from quantkit.report.document import rerun_json
+from quantkit.report.figures import bar, percent
+from quantkit.report.providers import providers_page
 from quantkit.runtime.providers.placement import PlacedOperator, Placement, UnplacedNode
 
 pytestmark = pytest.mark.once
@@ -52,9 +54,9 @@ def document(*, strict: bool) -> dict:
         ),
         ProviderRun(provider="cuda", outcome="failed", why_not="not installed", cure="pip install it"),
     )  # fmt: skip
-    return providers_json(
-        artifact={"artifact": "out", "model": "demo", "scheme": "int8"},
-        runs=runs,
+    return rerun_json(
+        {"artifact": "out", "model": "demo", "scheme": "int8"},
+        providers=runs,
         threads=2,
         environment=Environment(processor="p", num_cores=2, python="3", platform="l", versions={}),
         strict=strict,
@@ -75,11 +77,11 @@ def test_the_page_shows_every_row_and_groups_what_was_left() -> None:
         "tokens",
         "perplexity",
         "KL, nats",
-        "greatest error",
-        "same top-1",
+        "largest error",
+        "top-1",
     )
     assert accuracy.rows == (("qnn", "256", "x 1.0023", "0.00123", "1.70%", "98.0%"),)
-    assert any("qnn: starts 6.0 times faster" in line for line in page.foot)
+    assert any("qnn: cached start is 6.0 times faster" in line for line in page.foot)
     assert shares.rows == (
         ("qnn", "█" * 19 + "░", "93.0%", "5 of 10", "-"),
         ("cuda", "░" * 20, "-", "-", "-"),
@@ -101,16 +103,16 @@ def test_an_encoder_is_judged_by_where_its_states_point() -> None:
     )  # fmt: skip
     run = ProviderRun(provider="cpu", outcome="ran", accuracy=accuracy)
     environment = Environment(processor="p", num_cores=2, python="3", platform="l", versions={})
-    made = providers_json(
-        artifact={"artifact": "out", "model": "m", "scheme": "s"},
-        runs=(run,),
+    made = rerun_json(
+        {"artifact": "out", "model": "m", "scheme": "s"},
+        providers=(run,),
         threads=1,
         environment=environment,
         strict=False,
         notes=(),
     )
     table = providers_page(made).tables[1]
-    assert table.columns == ("provider", "tokens", "lowest cosine", "greatest error")
+    assert table.columns == ("provider", "tokens", "lowest cosine", "largest error")
     assert table.rows == (("cpu", "64", "0.99951", "1.00%"),)
 
 
@@ -129,9 +131,9 @@ def test_a_time_says_whose_it_is(mac_fraction: float | None, unplaced: tuple, wo
     )
     run = ProviderRun(provider="qnn", outcome="ran", placement=placement)
     environment = Environment(processor="p", num_cores=2, python="3", platform="l", versions={})
-    made = providers_json(
-        artifact={"artifact": "out", "model": "m", "scheme": "s"},
-        runs=(run,),
+    made = rerun_json(
+        {"artifact": "out", "model": "m", "scheme": "s"},
+        providers=(run,),
         threads=1,
         environment=environment,
         strict=False,

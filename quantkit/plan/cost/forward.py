@@ -1,8 +1,8 @@
 """The order of the rows: one forward pass of a `ModelMap`, from text to logits.
 
-Rows follow the order of computation, not of storage: norms stand where their placement puts them, and the
-projections of one self attention are one row whether or not a checkpoint fuses them. What no rule here
-places is still listed, so that nothing of the map is left out of the sums.
+Rows follow the order of computation, not of storage: norms are where their placement puts them, and the
+projections of one self attention are one row whether or not a checkpoint fuses them. Modules that no rule
+places get rows at the end, so the sums cover the whole map.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from quantkit.model.model_map import (
     ATTENTION_ROLES,
@@ -31,10 +32,9 @@ from quantkit.model.model_map import (
     Role,
 )
 from quantkit.plan.cost.rows import (
-    FULL_BITS,
     Pass,
-    Place,
     Row,
+    Scope,
     formula_text,
     last_name,
     make_row,
@@ -43,12 +43,13 @@ from quantkit.plan.cost.rows import (
     stored_bytes,
 )
 
+Module = TypeVar("Module", Layer, Norm)
 POSITION_BIASES = (PositionKind.ALIBI, PositionKind.RELATIVE)
 
 
 def forward_rows(run: Pass) -> tuple[Row, ...]:
-    """Every row of one pass: each layer and norm of the map stands in exactly one of them."""
-    model, end = run.model, place(run, run.stacks[-1])
+    """Every row of one pass. Each projection and norm of the map is in exactly one of them."""
+    model, end = run.model, _scope(run, run.stacks[-1])
     in_blocks = {block.name for block in model.blocks}
     layers = [layer for layer in model.layers if layer.block not in in_blocks]
     norms = [norm for norm in model.norms if norm.block not in in_blocks]
@@ -59,76 +60,83 @@ def forward_rows(run: Pass) -> tuple[Row, ...]:
         )
     ]
     for stack in run.stacks:
-        at, label = place(run, stack), f" ({stack})" if model.is_encoder_decoder else ""
-        own = [norm for norm in norms if not model.is_encoder_decoder or _stack_of(norm.name) == stack]
-        early = [norm for norm in own if _is_embedding_norm(model, norm)]
-        doors = [layer for layer in layers if _widens(model, layer) and stack == run.stacks[0]]
-        rows += _embedding_rows(at, label)
-        rows += [norm_row(at, norm, f"embedding norm{label}") for norm in early]
-        rows += [matmul(at, "other", last_name(layer.name), [layer]) for layer in doors]
+        scope, label = _scope(run, stack), f" ({stack})" if model.is_encoder_decoder else ""
+        of_stack = [norm for norm in norms if not model.is_encoder_decoder or _stack_of(norm.name) == stack]
+        embedding_norms = [norm for norm in of_stack if _is_embedding_norm(model, norm)]
+        widening = [layer for layer in layers if _widens(model, layer) and stack == run.stacks[0]]
+        rows += _embedding_rows(scope, label)
+        rows += [norm_row(scope, norm, f"embedding norm{label}") for norm in embedding_norms]
+        rows += _other_rows(scope, widening)
         for block in model.blocks:
             if block.stack == stack:
-                rows += _block_rows(replace(at, block=block))
+                rows += _block_rows(replace(scope, block=block))
         if model.is_encoder_decoder:
-            rows += [norm_row(at, norm, f"final norm{label}") for norm in own if norm not in early]
-    seen = {module for row in rows for module in row.modules}
-    rows += _head_rows(
-        end,
-        [layer for layer in layers if layer.name not in seen],
-        [norm for norm in norms if norm.name not in seen],
-    )
+            rows += [
+                norm_row(scope, norm, f"final norm{label}")
+                for norm in of_stack
+                if norm not in embedding_norms
+            ]
+    rows += _head_rows(end, _unplaced(layers, rows), _unplaced(norms, rows))
     return tuple(replace(row, index=index) for index, row in enumerate(rows))
 
 
-def place(run: Pass, stack: str | None) -> Place:
-    """The start of a stack; the encoder of an encoder-decoder has its own length and runs only once."""
+def _scope(run: Pass, stack: str | None) -> Scope:
+    """Token counts of a stack; the encoder of an encoder-decoder has its own length and runs once."""
     if stack == "encoder" and run.model.is_encoder_decoder:
-        return Place(run=run, tokens=run.encoder_length, past=0, is_cached=run.past > 0, stack=stack)
-    return Place(run=run, tokens=run.length, past=run.past, stack=stack)
+        return Scope(run=run, tokens=run.encoder_length, past=0, is_cached=run.past > 0, stack=stack)
+    return Scope(run=run, tokens=run.length, past=run.past, stack=stack)
 
 
-def attended(attention: Attention, at: Place) -> tuple[int, int]:
-    """How many keys a query sees at most, and how many distinct keys the queries of a sequence read."""
+def _unplaced(modules: Sequence[Module], rows: Sequence[Row]) -> list[Module]:
+    placed = {name for row in rows for name in row.modules}
+    return [module for module in modules if module.name not in placed]
+
+
+def _other_rows(scope: Scope, layers: Sequence[Layer]) -> list[Row]:
+    return [matmul(scope, "other", last_name(layer.name), [layer]) for layer in layers]
+
+
+def _num_keys(attention: Attention, scope: Scope) -> tuple[int, int]:
+    """Most keys of one query, and distinct keys of all queries of a sequence."""
     if attention.is_cross:
-        return at.run.encoder_length, at.run.encoder_length
-    total = at.past + at.tokens
+        return scope.run.encoder_length, scope.run.encoder_length
+    total = scope.past + scope.tokens
     if attention.window is None:
         return total, total
-    return min(attention.window, total), min(attention.window - 1 + at.tokens, total)
+    return min(attention.window, total), min(attention.window - 1 + scope.tokens, total)
 
 
-def _embedding_rows(at: Place, label: str) -> list[Row]:
-    run, model = at.run, at.run.model
-    tables = [table for table in model.embeddings if _is_read_by(model, table, at.stack)]
+def _embedding_rows(scope: Scope, label: str) -> list[Row]:
+    model = scope.run.model
+    tables = [table for table in model.embeddings if _is_read_by(model, table, scope.stack)]
     tables = [table for kind in EmbeddingKind for table in tables if table.kind is kind]
-    rows = [_gather(at, table, label) for table in tables]
+    rows = [_gather(scope, table, label) for table in tables]
     summed = [row for row, table in zip(rows, tables, strict=True) if table.kind is not EmbeddingKind.OTHER]
-    shape = (run.batch, at.tokens, summed[0].output_shape[-1] if summed else 0)
+    shape = scope.shape(summed[0].output_shape[-1] if summed else 0)
     if model.embedding_scale and summed:
-        rows.append(make_row(at, "embeddings", f"embedding scale{label}", "scale", shape))
+        rows.append(make_row(scope, "embeddings", f"embedding scale{label}", "scale", shape))
     if len(summed) > 1:
         name, read = f"embedding sum{label}", sum(math.prod(row.output_shape) for row in summed)
         count = len(summed)
-        rows.append(make_row(at, "embeddings", name, "add", shape, operands=count, input_elements=read))
+        rows.append(make_row(scope, "embeddings", name, "add", shape, operands=count, input_elements=read))
     return rows
 
 
-def _gather(at: Place, table: Embedding, label: str) -> Row:
-    """A table lookup; a table that both stacks read is stored, and counted, once."""
-    run, model = at.run, at.run.model
+def _gather(scope: Scope, table: Embedding, label: str) -> Row:
+    """A table lookup; a table of both stacks is stored, and counted, once."""
+    run, model = scope.run, scope.run.model
     attention = next((item for block in model.blocks for item in block.attentions), None)
-    shape: tuple[int, ...] = (run.batch, at.tokens, table.num_columns)
-    if table.kind is EmbeddingKind.POSITION:
-        shape = (1, at.tokens, table.num_columns)
-    elif table.kind is EmbeddingKind.OTHER and attention and attention.position in POSITION_BIASES:
-        shape = (1, table.num_columns, at.tokens, at.past + at.tokens)  # one bias a head for every pair
-    sharers = [layer.name for layer in model.layers if layer.tied_to == table.name]
-    bits = next((run.bits[name] for name in (table.name, *sharers) if name in run.bits), FULL_BITS)
-    is_counted = _stack_of(table.name) is not None or at.stack == run.stacks[0]
-    size = table.num_new_parameters if is_counted else 0
     is_named = table.kind is not EmbeddingKind.OTHER
+    shape: tuple[int, ...] = scope.shape(table.num_columns)
+    if table.kind is EmbeddingKind.POSITION:
+        shape = (1, *shape[1:])
+    elif not is_named and attention and attention.position in POSITION_BIASES:
+        shape = (1, table.num_columns, scope.tokens, scope.past + scope.tokens)  # a bias per head and pair
+    bits = run.bits_of(table.name, *(layer.name for layer in model.layers if layer.tied_to == table.name))
+    is_counted = _stack_of(table.name) is not None or scope.stack == run.stacks[0]
+    size = table.num_new_parameters if is_counted else 0
     return make_row(
-        at,
+        scope,
         "embeddings",
         (f"{table.kind.value.replace('_', ' ')} embedding" if is_named else last_name(table.name)) + label,
         "gather",
@@ -143,9 +151,9 @@ def _gather(at: Place, table: Embedding, label: str) -> Row:
     )
 
 
-def _block_rows(at: Place) -> list[Row]:
-    """One block: its sublayers with their norms and residual sums, then any projection without a role."""
-    model, block = at.run.model, at.block
+def _block_rows(scope: Scope) -> list[Row]:
+    """Rows of one block: sublayers with norms and residual sums, then projections without a role."""
+    model, block = scope.run.model, scope.block
     assert block is not None
     layers = [layer for layer in model.layers if layer.block == block.name]
     norms = [norm for norm in model.norms if norm.block == block.name]
@@ -153,37 +161,34 @@ def _block_rows(at: Place) -> list[Row]:
     sublayers: list[Attention | FeedForward] = [*block.attentions, *([block.ffn] if block.ffn else [])]
     readers = [_layers_of(sublayer, layers) for sublayer in sublayers]
     slots = _norm_slots(block, readers, [norm for norm in norms if norm not in head_norms])
-    shape = (at.run.batch, at.tokens, model.hidden_size or (layers[0].in_features if layers else 0))
+    shape = scope.shape(model.hidden_size or (layers[0].in_features if layers else 0))
     is_parallel = block.residual is Residual.PARALLEL
     rows: list[Row] = []
-    for index, (sublayer, own) in enumerate(zip(sublayers, readers, strict=True)):
-        rows += [norm_row(at, norm) for norm in slots["before", index]]
+    for index, (sublayer, projections) in enumerate(zip(sublayers, readers, strict=True)):
+        rows += [norm_row(scope, norm) for norm in slots["before", index]]
         if isinstance(sublayer, FeedForward):
-            rows += _ffn_rows(at, sublayer, own)
+            rows += _ffn_rows(scope, sublayer, projections)
         else:
-            rows += _attention_rows(at, sublayer, own, head_norms)
-        rows += [norm_row(at, norm) for norm in slots["output", index]]
+            rows += _attention_rows(scope, sublayer, projections, head_norms)
+        rows += [norm_row(scope, norm) for norm in slots["output", index]]
         if not is_parallel:
-            rows.append(make_row(at, "other", "residual add", "add", shape, operands=2))
-        rows += [norm_row(at, norm) for norm in slots["sum", index]]
+            rows.append(make_row(scope, "other", "residual add", "add", shape, operands=2))
+        rows += [norm_row(scope, norm) for norm in slots["sum", index]]
     if is_parallel:
-        rows.append(make_row(at, "other", "residual add", "add", shape, operands=1 + len(sublayers)))
-    seen = {module for row in rows for module in row.modules}
-    rows += [
-        matmul(at, "other", last_name(layer.name), [layer]) for layer in layers if layer.name not in seen
-    ]
-    return rows + [norm_row(at, norm) for norm in norms if norm.name not in seen]
+        rows.append(make_row(scope, "other", "residual add", "add", shape, operands=1 + len(sublayers)))
+    rows += _other_rows(scope, _unplaced(layers, rows))
+    return rows + [norm_row(scope, norm) for norm in _unplaced(norms, rows)]
 
 
 def _norm_slots(
     block: Block, readers: Sequence[Sequence[Layer]], norms: Sequence[Norm]
 ) -> dict[tuple[str, int], list[Norm]]:
-    """Where each norm stands: before a sublayer, on its output, or after its residual sum."""
+    """Norms by place: before a sublayer, on its output, or after its residual sum."""
     slots: dict[tuple[str, int], list[Norm]] = defaultdict(list)
     unread = []
     for norm in norms:
-        targets = [index for index, own in enumerate(readers) if _feeds(norm, own)]
-        # A post-norm that feeds the first sublayer feeds that of the next depth: it ends this one.
+        targets = [index for index, layers in enumerate(readers) if _feeds(norm, layers)]
+        # A post-norm that feeds the first sublayer feeds the next block's: it ends this block.
         if targets and not (targets[0] == 0 and block.norm_placement is NormPlacement.POST):
             slots["before", targets[0]].append(norm)
         else:
@@ -200,24 +205,23 @@ def _norm_slots(
 
 
 def _attention_rows(
-    at: Place, attention: Attention, layers: Sequence[Layer], norms: Sequence[Norm]
+    scope: Scope, attention: Attention, layers: Sequence[Layer], norms: Sequence[Norm]
 ) -> list[Row]:
     heads, kv_heads, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    keys, distinct = attended(attention, at)
-    queries, scores = (at.run.batch, heads, at.tokens, width), (at.run.batch, heads, at.tokens, keys)
-    cached = at.run.batch * kv_heads * distinct * width
-    calls = layers[0].calls if layers else None
+    keys, distinct_keys = _num_keys(attention, scope)
+    queries, scores = _per_head(scope, heads, width), _per_head(scope, heads, keys)
+    cached = scope.run.batch * kv_heads * distinct_keys * width
     label = "cross attention " if attention.is_cross else ""
-    rows = _attention_inputs(at, attention, layers, label)
+    rows = _attention_inputs(scope, attention, layers, label)
     for norm in norms if attention.has_query_key_norm and not attention.is_cross else ():
         is_query = last_name(norm.name).startswith("q")
-        shape = (at.run.batch, heads if is_query else kv_heads, at.tokens, width)
-        rows.append(norm_row(at, norm, "query norm" if is_query else "key norm", shape))
+        shape = _per_head(scope, heads if is_query else kv_heads, width)
+        rows.append(norm_row(scope, norm, "query norm" if is_query else "key norm", shape))
 
-    step = partial(make_row, at, "attention", calls=calls)
+    step = partial(make_row, scope, "attention", calls=layers[0].calls if layers else None)
     if attention.position is PositionKind.ROPE and not attention.is_cross:
-        turned = (at.run.batch, heads + kv_heads, at.tokens, attention.rotary_dim or width)
-        rows.append(step("rotary position", "rotate", turned))
+        rotated = _per_head(scope, heads + kv_heads, attention.rotary_dim or width)
+        rows.append(step("rotary position", "rotate", rotated))
     product = partial(step, formula=formula_text("B*H*L*T*h", *scores, width), macs=math.prod(scores) * width)
     read = math.prod(queries) + cached
     rows.append(product(f"{label}scores", "scores", scores, input_shape=queries, input_elements=read))
@@ -230,79 +234,86 @@ def _attention_rows(
     read = math.prod(scores) + cached
     name = f"{label or 'attention '}x V"
     rows.append(product(name, "attention x V", queries, input_shape=scores, input_elements=read))
-    out = [layer for layer in layers if layer.role is Role.ATTENTION_OUT]
-    return rows + ([matmul(at, "attention", f"{label}output projection", out)] if out else [])
+    return rows + _projection(scope, f"{label}output projection", _with_roles(layers, Role.ATTENTION_OUT))
 
 
-def _attention_inputs(at: Place, attention: Attention, layers: Sequence[Layer], label: str) -> list[Row]:
-    query = [layer for layer in layers if layer.role is Role.ATTENTION_QUERY]
-    key_value = [layer for layer in layers if layer.role in (Role.ATTENTION_KEY, Role.ATTENTION_VALUE)]
+def _attention_inputs(scope: Scope, attention: Attention, layers: Sequence[Layer], label: str) -> list[Row]:
+    query = _with_roles(layers, Role.ATTENTION_QUERY)
+    key_value = _with_roles(layers, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
     if attention.is_cross:
-        # The encoder's output never changes: later passes find these keys and values in the cache.
-        source = replace(at, tokens=at.run.encoder_length, is_cached=at.run.past > 0)
-        rows = [matmul(at, "attention", f"{label}query projection", query)] if query else []
-        return rows + (
-            [matmul(source, "attention", f"{label}key/value projection", key_value)] if key_value else []
-        )
-    both = query + key_value
-    shapes = {(layer.in_features, layer.out_features) for layer in both}
-    is_square = len(both) == 3 and len(shapes) == 1 and both[0].in_features == both[0].out_features
-    symbols = "B*L*d*3d" if is_square else "B*L*d*(q+k+v)"
-    return [matmul(at, "attention", "QKV projection", both, symbols)] if both else []
+        # The encoder's output is constant: later passes read these keys and values from the cache.
+        source = replace(scope, tokens=scope.run.encoder_length, is_cached=scope.run.past > 0)
+        return [
+            *_projection(scope, f"{label}query projection", query),
+            *_projection(source, f"{label}key/value projection", key_value),
+        ]
+    projections = query + key_value
+    sizes = {size for layer in projections for size in (layer.in_features, layer.out_features)}
+    symbols = "B*L*d*3d" if len(projections) == 3 and len(sizes) == 1 else "B*L*d*(q+k+v)"
+    return _projection(scope, "QKV projection", projections, symbols)
 
 
-def _ffn_rows(at: Place, ffn: FeedForward, layers: Sequence[Layer]) -> list[Row]:
-    """The linears of the FFN around its activation; a block that borrows another's FFN has none."""
+def _projection(scope: Scope, name: str, layers: Sequence[Layer], symbols: str = "B*L*in*out") -> list[Row]:
+    return [matmul(scope, "attention", name, layers, symbols)] if layers else []
+
+
+def _per_head(scope: Scope, heads: int, width: int) -> tuple[int, int, int, int]:
+    return scope.run.batch, heads, scope.tokens, width
+
+
+def _with_roles(layers: Sequence[Layer], *roles: Role) -> list[Layer]:
+    return [layer for layer in layers if layer.role in roles]
+
+
+def _ffn_rows(scope: Scope, ffn: FeedForward, layers: Sequence[Layer]) -> list[Row]:
+    """Projections of the FFN around its activation; none where another block's FFN is shared."""
     if not layers:
         return []
     wide = next((layer for layer in layers if layer.role in (Role.FFN_GATE, Role.FFN_UP)), layers[0])
-    shape, calls = (at.run.batch, at.tokens, wide.out_features), wide.calls
-    by_role = {role: [layer for layer in layers if layer.role is role] for role in FFN_ROLES}
+    shape, calls = scope.shape(wide.out_features), wide.calls
     names = {Role.FFN_GATE: "FFN gate", Role.FFN_UP: "FFN up", Role.FFN_DOWN: "FFN down"}
 
     def linears(*roles: Role) -> list[Row]:
-        chosen = [layer for role in roles for layer in by_role[role]]
-        return [matmul(at, "ffn", names.get(layer.role, last_name(layer.name)), [layer]) for layer in chosen]
+        chosen = [layer for role in roles for layer in _with_roles(layers, role)]
+        return [
+            matmul(scope, "ffn", names.get(layer.role, last_name(layer.name)), [layer]) for layer in chosen
+        ]
 
     rows = linears(Role.FFN_GATE, Role.FFN_UP)
     name = f"activation {ffn.activation.value}"
-    rows.append(make_row(at, "ffn", name, "activation", shape, kind=ffn.activation.value, calls=calls))
+    rows.append(make_row(scope, "ffn", name, "activation", shape, kind=ffn.activation.value, calls=calls))
     if ffn.kind is FfnKind.GATED:
-        rows.append(make_row(at, "ffn", "gating multiply", "multiply", shape, operands=2, calls=calls))
+        rows.append(make_row(scope, "ffn", "gating multiply", "multiply", shape, operands=2, calls=calls))
     return rows + linears(Role.FFN_LATENT, Role.FFN_DOWN)
 
 
-def _head_rows(at: Place, layers: Sequence[Layer], norms: Sequence[Norm]) -> list[Row]:
-    """What follows the blocks: final norm, projections without a role, logits, unmapped parameters."""
-    model = at.run.model
+def _head_rows(scope: Scope, layers: Sequence[Layer], norms: Sequence[Norm]) -> list[Row]:
+    """Rows after the blocks: final norm, projections without a role, logits, unmapped parameters."""
+    model = scope.run.model
     heads = [layer for layer in layers if layer.role is Role.LM_HEAD]
     others = [layer for layer in layers if layer.role is not Role.LM_HEAD]
     name = "final norm" if model.blocks else ""
     first = [norm for norm in norms if not others or _feeds(norm, others)]
-    rows = [norm_row(at, norm, name) for norm in first]
-    rows += [matmul(at, "other", last_name(layer.name), [layer]) for layer in others]
-    rows += [norm_row(at, norm, name and "head norm") for norm in norms if norm not in first]
+    rows = [norm_row(scope, norm, name) for norm in first]
+    rows += _other_rows(scope, others)
+    rows += [norm_row(scope, norm, name and "head norm") for norm in norms if norm not in first]
     if model.head_scale and heads:
-        shape = (at.run.batch, at.tokens, heads[0].in_features)
-        rows.append(make_row(at, "head", "head scale", "scale", shape))
-    rows += [matmul(at, "head", "lm_head", [layer], "B*L*d*V") for layer in heads]
+        rows.append(make_row(scope, "head", "head scale", "scale", scope.shape(heads[0].in_features)))
+    rows += [matmul(scope, "head", "lm_head", [layer], "B*L*d*V") for layer in heads]
     if model.final_softcap and heads:
-        rows.append(make_row(at, "head", "logit softcap", "softcap", rows[-1].output_shape))
-    left = sum(math.prod(parameter.shape) for parameter in model.unmapped)
-    if left:
-        size, names = stored_bytes(left, FULL_BITS), tuple(parameter.name for parameter in model.unmapped)
-        step = partial(make_row, at, "other", modules=names, parameters=left)
-        formula = f"{left} parameters"
-        rows.append(
-            step("other parameters", "other", (), formula=formula, weight_bytes=size, weight_reads=size)
-        )
+        rows.append(make_row(scope, "head", "logit softcap", "softcap", rows[-1].output_shape))
+    count = sum(math.prod(parameter.shape) for parameter in model.unmapped)
+    if count:
+        names, formula = tuple(parameter.name for parameter in model.unmapped), f"{count} parameters"
+        unmapped = partial(make_row, scope, "other", "other parameters", "other", ())
+        rows.append(unmapped(formula=formula, modules=names, parameters=count))
     return rows
 
 
 def _layers_of(sublayer: Attention | FeedForward, layers: Sequence[Layer]) -> list[Layer]:
     if isinstance(sublayer, FeedForward):
-        return [layer for layer in layers if layer.role in FFN_ROLES]
-    attention = [layer for layer in layers if layer.role in ATTENTION_ROLES]
+        return _with_roles(layers, *FFN_ROLES)
+    attention = _with_roles(layers, *ATTENTION_ROLES)
     return [layer for layer in attention if layer.is_cross_attention == sublayer.is_cross]
 
 
@@ -322,22 +333,22 @@ def _is_embedding_norm(model: ModelMap, norm: Norm) -> bool:
 
 
 def _widens(model: ModelMap, layer: Layer) -> bool:
-    """Whether a projection leads from narrower embeddings to the hidden size."""
+    """Whether a projection widens embeddings to the hidden size."""
     columns = {table.num_columns for table in model.embeddings if table.kind is EmbeddingKind.TOKEN}
-    is_door = layer.in_features in columns and layer.out_features == model.hidden_size
-    return is_door and layer.role is Role.OTHER and model.hidden_size not in columns
+    fits = layer.in_features in columns and layer.out_features == model.hidden_size
+    return fits and layer.role is Role.OTHER and model.hidden_size not in columns
 
 
 def _is_read_by(model: ModelMap, table: Embedding, stack: str | None) -> bool:
-    """Whether a stack looks tokens up here; a tied table is read through the one that holds it."""
-    own = _stack_of(table.name)
+    """Whether a stack reads this table; a tied table is read through the table that stores it."""
+    table_stack = _stack_of(table.name)
     if not model.is_encoder_decoder:
         return table.tied_to is None
-    if table.tied_to and _stack_of(table.tied_to) in (None, own):
+    if table.tied_to and _stack_of(table.tied_to) in (None, table_stack):
         return False
-    return own in (None, stack)
+    return table_stack in (None, stack)
 
 
 def _stack_of(name: str) -> str | None:
-    """The stack that a module outside of blocks belongs to, None for one that serves both."""
+    """The stack of a module outside of blocks; None for a module of both stacks."""
     return next((part for part in name.split(".") if part in ("encoder", "decoder")), None)

@@ -1,8 +1,7 @@
-"""One row of a specification: what a step of the forward pass does, moves and stores.
+"""Rows of a specification: operations, stored bytes and moved bytes of one step of the forward pass.
 
-The makers below turn shapes into counts, the same way for every step, so that one place decides what a
-FLOP, a stored byte and a moved byte are. docs/specification.md defines every column. Nothing here knows a
-machine or the order of the steps.
+`make_row` turns shapes into counts for every kind of step, so FLOPs and bytes have one definition.
+docs/specification.md defines every column. Machines and the order of the steps are in the other files.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MATRIX_PROCESSING = ("matmul", "scores", "attention x V")
 GROUPS = ("embeddings", "attention", "ffn", "norms", "head", "other")
 FULL_BITS = 32
 
-# Operations for each output element, one for every arithmetic step; exp, tanh, erf and a division count one.
+# FLOPs per output element. exp, tanh, erf and a division count one each.
 FLOPS_PER_ELEMENT = {
     "tokenization": 0,
     "gather": 0,
@@ -33,26 +32,26 @@ FLOPS_PER_ELEMENT = {
     "gelu": 5,  # divide, erf, add, two products
     "gelu_tanh": 8,  # cube (2), scale, add, scale, tanh, add, product with the halved input
     "silu": 4,  # negate, exp, add, divide
-    "other": 5,  # an activation that has no row here
+    "other": 5,  # an activation without a row in this table
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """How one device takes a row; bound and verdict are "-" where it does not run the row."""
+    """Roofline time of a row on one device; bound and verdict are "-" where the row does not run there."""
 
     device: str
     kind: str
     time_us: float
     bound: str  # "compute", "memory" or "dispatch"
-    verdict: str  # "good", "fair" or "poor", beside the fastest device asked about
+    verdict: str  # "good", "fair" or "poor", relative to the fastest device
     dtype: str
     why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One step. Counts and moved bytes are those of one forward pass, all its `calls` together."""
+    """One step of a forward pass. Operations and moved bytes are sums over all `calls`."""
 
     index: int
     name: str
@@ -61,13 +60,13 @@ class Row:
     stack: str | None
     block: str | None
     block_index: int | None
-    calls: int  # how often the pass runs it; 0: a cache holds its result
-    modules: tuple[str, ...]  # the layers, tables and norms of the map that it stands for
+    calls: int  # runs per pass; 0: the result is in a cache
+    modules: tuple[str, ...]  # names of its projections, tables and norms
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     formula: str
-    parameters: int  # those that no other row counts: 0 for a tied table
-    bias_parameters: int  # the biases among them
+    parameters: int  # not counted by another row: 0 for a tied table
+    bias_parameters: int  # part of `parameters`
     macs: int
     flops: int
     input_bytes: int
@@ -83,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """What one forward pass is asked to do."""
+    """Sizes of one forward pass."""
 
     model: ModelMap
     batch: int
@@ -91,82 +90,89 @@ class Pass:
     past: int
     encoder_length: int
     activation_bytes: int
-    bits: Mapping[str, int]  # by the name of a layer or a table; 32 where nothing is said
+    bits: Mapping[str, int]  # weight bits of projections and tables by name; 32 by default
 
     @property
     def stacks(self) -> tuple[str | None, ...]:
-        """The piles of blocks in the order in which they run."""
+        """Stacks of blocks in the order in which they run."""
         stacks = {block.stack for block in self.model.blocks}
         return tuple(stack for stack in ("encoder", "decoder") if stack in stacks) or (None,)
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether any self attention is causal, so that keys and values are cached."""
+        attentions = (attention for block in self.model.blocks for attention in block.attentions)
+        return any(attention.is_causal and not attention.is_cross for attention in attentions)
+
+    def bits_of(self, *names: str) -> int:
+        """Weight bits of the first of these names that has an entry."""
+        return next((self.bits[name] for name in names if name in self.bits), FULL_BITS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where in a pass a row stands, and how many tokens it sees and has seen."""
+class Scope:
+    """Stack and block of a row, and the token counts it is computed with."""
 
     run: Pass
     tokens: int
     past: int
-    is_cached: bool = False  # an earlier pass left the result in a cache
+    is_cached: bool = False  # the result is in a cache since an earlier pass
     stack: str | None = None
     block: Block | None = None
 
+    def shape(self, features: int) -> tuple[int, int, int]:
+        """Activations of all tokens."""
+        return self.run.batch, self.tokens, features
 
-def matmul(at: Place, group: str, name: str, layers: Sequence[Layer], symbols: str = "B*L*in*out") -> Row:
-    """Projections that read one input, as one row."""
+
+def matmul(scope: Scope, group: str, name: str, layers: Sequence[Layer], symbols: str = "B*L*in*out") -> Row:
+    """One row for all projections of one input."""
     features_in, features_out = layers[0].in_features, sum(layer.out_features for layer in layers)
     biases = sum(layer.out_features for layer in layers if layer.has_bias)
-    bits = {
-        layer.name: at.run.bits.get(layer.name, at.run.bits.get(layer.tied_to or "", FULL_BITS))
-        for layer in layers
-    }
-    sizes = {layer.name: stored_bytes(layer.num_weights, bits[layer.name]) for layer in layers}
     bias_bytes = stored_bytes(biases, FULL_BITS)
+    bits = [scope.run.bits_of(layer.name, layer.tied_to or "") for layer in layers]
+    sizes = [stored_bytes(layer.num_weights, width) for layer, width in zip(layers, bits, strict=True)]
+    stored = sum(size for layer, size in zip(layers, sizes, strict=True) if not layer.tied_to)
     return make_row(
-        at,
+        scope,
         group,
         name,
         "matmul",
-        (at.run.batch, at.tokens, features_out),
-        formula=formula_text(symbols, at.run.batch, at.tokens, features_in, features_out),
-        input_shape=(at.run.batch, at.tokens, features_in),
+        scope.shape(features_out),
+        formula=formula_text(symbols, scope.run.batch, scope.tokens, features_in, features_out),
+        input_shape=scope.shape(features_in),
         calls=layers[0].calls,
         modules=tuple(layer.name for layer in layers),
-        macs=at.run.batch * at.tokens * sum(layer.num_weights for layer in layers),
+        macs=scope.run.batch * scope.tokens * sum(layer.num_weights for layer in layers),
         parameters=sum(layer.num_new_parameters for layer in layers),
         biases=biases,
-        weight_bytes=bias_bytes + sum(sizes[layer.name] for layer in layers if not layer.tied_to),
-        weight_reads=bias_bytes + sum(sizes.values()),
-        weight_bits=max(bits.values()),
+        weight_bytes=bias_bytes + stored,
+        weight_reads=bias_bytes + sum(sizes),
+        weight_bits=max(bits),
     )
 
 
-def norm_row(at: Place, norm: Norm, name: str = "", shape: tuple[int, ...] = ()) -> Row:
-    """A normalisation of the last dimension."""
-    shape = shape or (at.run.batch, at.tokens, norm.features)
-    size = stored_bytes(norm.num_parameters, FULL_BITS)
+def norm_row(scope: Scope, norm: Norm, name: str = "", shape: tuple[int, ...] = ()) -> Row:
     return make_row(
-        at,
+        scope,
         "norms",
         name or f"norm {last_name(norm.name)}",
         "norm",
-        shape,
+        shape or scope.shape(norm.features),
         kind=norm.kind.value,
         calls=norm.calls,
         modules=(norm.name,),
         parameters=norm.num_parameters,
-        weight_bytes=size,
-        weight_reads=size,
     )
 
 
 def stored_bytes(count: int, bits: int) -> int:
-    """Plain bits, without the scales that a quantized format adds."""
+    """Bytes of plain bits, without the scales of a quantized format."""
     return -(-count * bits // 8)
 
 
 def make_row(
-    at: Place,
+    scope: Scope,
     group: str,
     name: str,
     processing: str,
@@ -182,29 +188,36 @@ def make_row(
     macs: int = 0,
     parameters: int = 0,
     biases: int = 0,
-    weight_bytes: int = 0,
-    weight_reads: int = 0,
+    weight_bytes: int | None = None,
+    weight_reads: int | None = None,
     weight_bits: int | None = None,
 ) -> Row:
-    """A row from what one call does; a step without MACs costs a constant for each element of its output."""
+    """A row from the sizes of one call.
+
+    A step without MACs costs a constant per output element. Parameters are stored and read in full precision
+    unless their bytes are given.
+    """
+    block = scope.block
     input_shape = shape if input_shape is None else input_shape
-    stored_calls = calls if calls is not None else at.block.calls if at.block else 1
-    runs = 0 if at.is_cached else stored_calls
-    each = 0 if macs else FLOPS_PER_ELEMENT[kind or processing] * max(1, operands - 1)
-    formula = formula or formula_text(f"{each}*elements", each, *shape)
-    read = (
-        _size(input_shape) * operands if input_elements is None else input_elements
-    ) * at.run.activation_bytes
-    written = _size(shape) * at.run.activation_bytes
-    flops, moved = 2 * macs + each * _size(shape), read + weight_reads + written
+    stored_calls = calls if calls is not None else block.calls if block else 1
+    runs = 0 if scope.is_cached else stored_calls
+    per_element = 0 if macs else FLOPS_PER_ELEMENT[kind or processing] * max(1, operands - 1)
+    formula = formula or formula_text(f"{per_element}*elements", per_element, *shape)
+    num_inputs = _num_elements(input_shape) * operands if input_elements is None else input_elements
+    num_outputs = _num_elements(shape)
+    flops = 2 * macs + per_element * num_outputs
+    read, written = (count * scope.run.activation_bytes for count in (num_inputs, num_outputs))
+    stored = stored_bytes(parameters, FULL_BITS) if weight_bytes is None else weight_bytes
+    weights_read = stored if weight_reads is None else weight_reads
+    moved = read + weights_read + written
     return Row(
         index=0,
         name=name,
         processing=processing,
         group=group,
-        stack=at.stack,
-        block=at.block.name if at.block else None,
-        block_index=at.block.index if at.block else None,
+        stack=scope.stack,
+        block=block.name if block else None,
+        block_index=block.index if block else None,
         calls=runs,
         modules=modules,
         input_shape=input_shape,
@@ -215,8 +228,8 @@ def make_row(
         macs=macs * runs,
         flops=flops * runs,
         input_bytes=read * runs,
-        weight_bytes=weight_bytes,
-        weight_traffic_bytes=weight_reads * runs,
+        weight_bytes=stored,
+        weight_traffic_bytes=weights_read * runs,
         output_bytes=written * runs,
         moved_bytes=moved * runs,
         arithmetic_intensity=flops / moved if moved else 0.0,
@@ -224,16 +237,13 @@ def make_row(
     )
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    """Elements; a shape that says nothing holds none."""
+def _num_elements(shape: tuple[int, ...]) -> int:
     return math.prod(shape) if shape else 0
 
 
 def last_name(name: str) -> str:
-    """The module's own name, without its parents."""
     return name.rsplit(".", 1)[-1]
 
 
 def formula_text(symbols: str, *numbers: int) -> str:
-    """Symbols beside the numbers they stand for."""
     return f"{symbols} = {'*'.join(str(number) for number in numbers)}"

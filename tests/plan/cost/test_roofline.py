@@ -85,7 +85,7 @@ def test_memory_time_scales_with_bandwidth_and_compute_time_with_the_peak(factor
         (145_824_153_600, "MACs", "146 G MACs"),
         (12, "B", "12 B"),
         (0, "B", "0 B"),
-        (1e15, "operations", "1e+03 T operations"),
+        (1e15, "operations", "1 P operations"),
     ],
 )
 def test_short(number, unit, text):

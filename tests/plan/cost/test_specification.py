@@ -18,8 +18,9 @@ from quantkit.model.families.decoders import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.model.model_map import Attention, ModelMap, PositionKind, Residual, Role, to_json
 from quantkit.plan.cost.roofline import times_us
-from quantkit.plan.cost.specification import Specification, group_rows, specify
+from quantkit.plan.cost.specification import Specification, specify
 from quantkit.plan.machines import MACHINES
+from quantkit.report.costs import group_rows
 
 DEVICES = tuple(MACHINES.values())
 SERVER = MACHINES["server-2core-vnni"]

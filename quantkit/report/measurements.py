@@ -1,0 +1,187 @@
+"""Tables and lines of measured results: size, accuracy, latency and memory, beside a reference or alone.
+
+`quantize`, `eval` and `bench` write the same JSON keys, so the three pages share everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from quantkit.report.alarms import MEMORY_PEAKS
+from quantkit.report.figures import figures, megabytes, with_error
+from quantkit.report.tables import Table
+
+Json = Mapping[str, Any]
+Row = tuple[str, str, str, str]  # metric, reference, quantized, change
+SPREAD = ("median", "lowest", "quartiles", "highest", "runs")
+NONE = "-"
+
+
+def measured_tables(document: Json) -> tuple[Table, ...]:
+    """The metrics, and where latency was measured the spread behind each median."""
+    rows = (
+        *_size_rows(document.get("size", {})),
+        *_accuracy_rows(document.get("accuracy")),
+        *_similarity_rows(document.get("similarity")),
+        *_latency_rows(document.get("latency", [])),
+        *_memory_rows(document.get("memory", {})),
+    )
+    names = ("metric", "reference", "quantized", "change")
+    kept = [index for index in range(len(names)) if index == 0 or any(row[index] != NONE for row in rows)]
+    columns = tuple(names[index] for index in kept)
+    metrics = Table(
+        title="Reference and quantized" if "reference" in columns else "Measured",
+        columns=columns,
+        rows=tuple(tuple(row[index] for index in kept) for row in rows),
+        numeric=columns[1:],
+    )
+    spread = tuple(_spread_rows(document.get("latency", [])))
+    if not spread:
+        return (metrics,)
+    return metrics, Table(
+        title="Spread of the runs", columns=("phase", "model", *SPREAD), rows=spread, numeric=SPREAD
+    )
+
+
+def protocol_lines(document: Json) -> Iterable[str]:
+    """How each result was measured, a line each; the machine last."""
+    accuracy, similarity = document.get("accuracy"), document.get("similarity")
+    if accuracy:
+        protocol = accuracy["protocol"]
+        yield (
+            f"accuracy: {protocol['num_tokens']:,} tokens of {protocol['text']}, each predicted once; window "
+            f"{protocol['window']}, stride {protocol['stride']}; ± is one standard error{_doubt(accuracy)}"
+        )
+    if similarity:
+        yield (
+            f"accuracy: outputs on {similarity['num_windows']} windows of {similarity['window']} tokens of "
+            f"{similarity['text']}, compared with the reference's{_doubt(similarity)}"
+        )
+    for entry in document.get("latency", []):
+        yield from _latency_lines(entry)
+    for placement in document.get("placement", []):
+        macs = f" and {placement['mac_fraction']:.1%} of the MACs" if "mac_fraction" in placement else ""
+        yield f"placement: {placement['provider']} runs {placement['node_fraction']:.1%} of the nodes{macs}"
+    memory = document.get("memory", {})
+    if memory:
+        empty = memory.get("empty_process_bytes")
+        baseline = f"; {megabytes(empty)} MB without a model" if empty else ""
+        yield f"memory: peak resident memory of one process per model{baseline}"
+    size = document.get("size", {})
+    if size:
+        planned = f"; planned {megabytes(size['planned_bytes'])} MB" if "planned_bytes" in size else ""
+        yield f"size: graph and weights on disk{planned}; 1 MB is 1e6 bytes"
+    yield machine_line(document["environment"])
+
+
+def machine_line(environment: Json) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return (
+        f"machine: {environment['processor']}, {environment['num_cores']:g} cores, "
+        f"{environment['platform']}; Python {environment['python']}, {versions}"
+    )
+
+
+def _doubt(measured: Json) -> str:
+    return "" if measured["is_meaningful"] else "; meaningless: random weights"
+
+
+def _size_rows(size: Json) -> Iterable[Row]:
+    if size:
+        yield _row("size, MB", size.get("source_bytes"), size["artifact_bytes"], megabytes)
+    if size.get("reference_bytes"):
+        yield _row("size of float graph, MB", size["reference_bytes"], size["artifact_bytes"], megabytes)
+
+
+def _accuracy_rows(accuracy: Json | None) -> Iterable[Row]:
+    if accuracy is None:
+        return
+    label = "" if accuracy["is_meaningful"] else " (meaningless: random weights)"
+    perplexity = accuracy["perplexity"]
+    values = [
+        with_error(perplexity[model], perplexity[f"{model}_standard_error"]) if model in perplexity else NONE
+        for model in ("reference", "quantized")
+    ]
+    if "increase" not in perplexity:
+        yield f"perplexity{label}", values[0], values[1], NONE
+        return
+    increase, error = perplexity["increase"], perplexity["increase_standard_error"]
+    yield f"perplexity{label}", values[0], values[1], f"{100 * increase:+.2f} ± {100 * error:.2f}%"
+    for name, value in (
+        ("KL divergence, nats", f"{accuracy['kl_divergence']:.3g} ± {accuracy['kl_standard_error']:.1g}"),
+        ("KL, 99th percentile", f"{accuracy['kl_99th_percentile']:.3g}"),
+        ("top-1 agreement", f"{accuracy['top1_agreement']:.2%}"),
+        ("largest logit error", f"{accuracy['max_relative_logit_error']:.2%}"),
+    ):
+        yield f"{name}{label}", NONE, value, NONE
+
+
+def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
+    if similarity is None:
+        return
+    label = "" if similarity["is_meaningful"] else " (meaningless: random weights)"
+    for name, value in (
+        ("mean cosine of pooled outputs", f"{similarity['mean_cosine']:.5f}"),
+        ("lowest cosine of pooled outputs", f"{similarity['lowest_cosine']:.5f}"),
+        ("relative RMS error of outputs", f"{similarity['relative_rms_error']:.2%}"),
+        ("largest output error", f"{similarity['max_relative_error']:.2%}"),
+    ):
+        yield f"{name}{label}", NONE, value, NONE
+
+
+def _latency_rows(entries: list[Json]) -> Iterable[Row]:
+    for entry in entries:
+        provider = f", {entry['provider']}" if len(entries) > 1 else ""
+        reference, decode = entry.get("reference", {}), entry.get("decode_ms_per_token")
+        prefill = f"prefill of {entry['prompt_length']} tokens, ms{provider}"
+        yield _row(prefill, reference.get("prefill_ms"), entry["prefill_ms"], figures)
+        if decode is not None:
+            yield _row(f"decode, ms/token{provider}", reference.get("decode_ms_per_token"), decode, figures)
+            if "floor_ms_per_token" in entry:
+                floor = figures(entry["floor_ms_per_token"])
+                yield f"memory floor, ms/token{provider}", NONE, floor, NONE
+
+
+def _memory_rows(memory: Json) -> Iterable[Row]:
+    for key, name in MEMORY_PEAKS:
+        if key in memory.get("quantized", {}):
+            reference = memory.get("reference", {}).get(key)
+            yield _row(f"{name}, MB", reference, memory["quantized"][key], megabytes)
+
+
+def _row(name: str, reference: float | None, quantized: float, show: Callable[[float], str]) -> Row:
+    if not reference:
+        return name, NONE, show(quantized), NONE
+    return name, show(reference), show(quantized), f"{quantized / reference:.3g}x"
+
+
+def _spread_rows(entries: list[Json]) -> Iterable[tuple[str, ...]]:
+    for entry in entries:
+        provider = f", {entry['provider']}" if len(entries) > 1 else ""
+        for phase, unit in (("prefill", "ms"), ("decode", "ms/token")):
+            for model, phases in (("reference", entry.get("reference", {})), ("quantized", entry)):
+                if phase in phases:
+                    yield f"{phase}, {unit}{provider}", model, *_spread_cells(phases[phase])
+
+
+def _spread_cells(timing: Json) -> tuple[str, ...]:
+    quartiles = f"{figures(timing['lower_quartile_ms'])} to {figures(timing['upper_quartile_ms'])}"
+    lowest, highest = figures(timing["lowest_ms"]), figures(timing["highest_ms"])
+    return figures(timing["median_ms"]), lowest, quartiles, highest, f"{timing['num_runs']}"
+
+
+def _latency_lines(entry: Json) -> Iterable[str]:
+    decoded = f", {entry['num_decoded']} decoded tokens" if entry.get("num_decoded") else ""
+    name = entry.get("reference", {}).get("name")
+    interleaved = f", interleaved with the reference ({name})" if name else ""
+    yield (
+        f"latency: {entry['provider']}, {entry['threads']} threads, batch {entry['batch']}, prompt "
+        f"{entry['prompt_length']}{decoded}; medians after {entry['num_warm_ups']} warm-ups{interleaved}"
+    )
+    decode, floor = entry.get("decode_ms_per_token"), entry.get("floor_ms_per_token")
+    if decode is not None and floor is not None:
+        yield (
+            "memory floor: the time to read weights and KV cache once at full bandwidth; decode takes "
+            f"{decode / floor:.2f}x of it"
+        )
