@@ -83,7 +83,7 @@ def quantize(
 
     >>> artifact = quantize("demo", output=tmp_path / "demo", accuracy=False, latency=False, memory=False)
     >>> artifact.report.projections.quantized
-    25
+    37
     """
     base = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe)) if recipe else Recipe()
     if isinstance(calibration, (str, Path)):
