@@ -1,7 +1,7 @@
-"""Progress on stderr: a bar with the time left for every stage that lasts longer than a second.
+"""Progress on stderr: a bar with the remaining time for every stage of more than a second.
 
-Where stderr is no terminal a stage is one line, written when it ends. The stages' seconds are kept, for the
-report. Output of the command itself goes to stdout and is never touched.
+Without a terminal, a stage is one line, written at its end. The seconds of all stages are kept for the
+report. Stdout is left to the output of the command.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElaps
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-QUIET_SECONDS = 1.0  # what is over sooner needs no bar
+QUIET_SECONDS = 1.0  # a shorter stage has no bar
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 Advance = Callable[[int], None]
 
 
 def amount(count: float) -> str:
-    """A count with three figures: 124M."""
+    """A count with three significant figures: 124M."""
     for size, letter in UNITS:
         if count >= size:
             return f"{count / size:.3g}{letter}"
@@ -31,7 +31,7 @@ def amount(count: float) -> str:
 
 
 class _AmountColumn(ProgressColumn):
-    """Done of all, in the stage's unit; nothing where the end is not known."""
+    """Completed and total amount in the stage's unit; empty without a total."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -45,18 +45,17 @@ class Progress:
     def __init__(
         self, *, quiet: bool = False, file: IO[str] | None = None, after_seconds: float = QUIET_SECONDS
     ) -> None:
-        """`quiet` writes nothing at all; `file` stands in for stderr."""
-        self.seconds: dict[str, float] = {}  # of each stage; a repeated one adds up
+        self.seconds: dict[str, float] = {}  # by stage; a repeated stage adds up
         self._after_seconds = after_seconds
         self._console = Console(file=file, stderr=file is None, highlight=False)
-        is_terminal = self._console.file.isatty()  # FORCE_COLOR makes a pipe a terminal in rich's eyes
+        is_terminal = self._console.file.isatty()  # with FORCE_COLOR, rich takes a pipe for a terminal
         self._draws = not quiet and is_terminal and self._console.is_interactive
         self._writes = not quiet and not self._draws
         self._running: str | None = None
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        """One stage; what it yields is told how much more was done. Stages do not nest."""
+        """One stage. The yielded function takes the amount completed since its last call. No nesting."""
         assert self._running is None, f"'{name}' began inside '{self._running}'"
         self._running = name
         lock = threading.Lock()
@@ -67,7 +66,7 @@ class Progress:
 
             def advance(count: int) -> None:
                 nonlocal done
-                with lock:  # two threads may report at once
+                with lock:  # threads report concurrently
                     done += count
                     show(done)
 
@@ -78,13 +77,13 @@ class Progress:
                 self._running = None
                 seconds = time.perf_counter() - start
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-                if self._writes and is_done:  # an error says more than how long it took to come
+                if self._writes and is_done:
                     counted = f", {amount(done)} {unit}" if done and unit else ""
                     self._console.print(Text(f"{name}: {seconds:.1f} s{counted}"), soft_wrap=True)
 
     @contextmanager
     def _bar(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """A bar that a timer draws, so that a stage which reports nothing for a while has one too."""
+        """A bar, drawn after a delay by a timer, so that a stage without reports has one too."""
         if not self._draws:
             yield lambda done: None
             return
@@ -95,7 +94,7 @@ class Progress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            redirect_stdout=False,  # what the command prints belongs to stdout, also while a bar is up
+            redirect_stdout=False,  # output of the command stays on stdout while a bar is drawn
         )
         task = bars.add_task(name, total=total, unit=unit)
         timer = threading.Timer(self._after_seconds, bars.start)
@@ -105,5 +104,5 @@ class Progress:
             yield lambda done: bars.update(task, completed=done)
         finally:
             timer.cancel()
-            timer.join()  # it may be drawing at this moment
+            timer.join()  # it may be drawing
             bars.stop()

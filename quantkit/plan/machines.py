@@ -1,15 +1,14 @@
-"""TABLE: what a machine can do at best, the two slopes of the roofline (Williams et al., 2009).
+"""TABLE: peak bandwidth and arithmetic of machines, the two slopes of the roofline (Williams et al., 2009).
 
-A row holds peaks, not what a program reaches: times made from it are lower bounds, good for comparing
-layers and devices. Every row says where its figures come from and which of them are assumptions. A
-measured machine is the same record, and so is one that a user describes in a JSON file.
+Times from peaks are lower bounds, for comparing layers and devices. Every row names the source of its figures
+and its assumptions. A measured machine and a machine in a user's JSON file have the same record.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from quantkit.errors import InputError
 
 KINDS = ("cpu", "gpu", "npu")
 DTYPES = ("fp32", "fp16", "int8", "int4")
-THIS = "this"  # the running machine: measured, never in the table
-FILE_ENDING = ".json"  # of a name: a file that holds a row
+THIS = "this"  # the running machine, which is measured
+FILE_ENDING = ".json"  # of a file with a machine
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """One processing unit with its memory."""
 
@@ -29,14 +28,17 @@ class Machine:
     kind: str  # one of KINDS
     description: str
     bandwidth_gb_per_s: float  # 1 GB = 1e9 bytes
-    peak_tera_ops: Mapping[str, float]  # dtype -> 1e12 operations a second, 1 MAC = 2; absent: not supported
+    peak_tera_ops: Mapping[
+        str, float
+    ]  # dtype -> 1e12 operations per second; 1 MAC is 2; absent: not supported
     memory_gb: float
-    dispatch_us: float  # what starting one operator costs; an order of magnitude, assumed unless measured
+    dispatch_us: float  # start of one operator; an order of magnitude, assumed unless measured
     source: str
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(Machine))
+NAMES = tuple(field.name for field in fields(Machine))
 TEXTS = ("name", "kind", "description", "source")
+NUMBERS = ("bandwidth_gb_per_s", "memory_gb", "dispatch_us")
 
 MACHINES: dict[str, Machine] = {
     row.name: row
@@ -46,7 +48,7 @@ MACHINES: dict[str, Machine] = {
             kind="cpu",
             description="two Zen 4 server cores with AVX512-VNNI, as rented in a cloud",
             bandwidth_gb_per_s=36.0,
-            # per core and cycle 2 x 8 FP32 FMA = 32 operations and 2 x 32 INT8 MAC = 128; 2 cores at 3.5 GHz
+            # 2 cores at 3.5 GHz; per core and cycle 2 x 8 FP32 FMA = 32 operations, 2 x 32 INT8 MAC = 128
             peak_tera_ops={"fp32": 0.224, "int8": 0.896},
             memory_gb=8.0,
             dispatch_us=3.0,
@@ -58,7 +60,7 @@ MACHINES: dict[str, Machine] = {
             kind="cpu",
             description="AMD Ryzen 7 7840U: eight Zen 4 cores, DDR5-5600 on 128 bits",
             bandwidth_gb_per_s=89.6,
-            # 8 cores at the base clock of 3.3 GHz, which 28 W sustain: 8 x 3.3 x 32 and x 128
+            # 8 cores at the base clock of 3.3 GHz, sustained at 28 W: 8 x 3.3 x 32 and x 128
             peak_tera_ops={"fp32": 0.845, "int8": 3.38},
             memory_gb=32.0,
             dispatch_us=3.0,
@@ -73,8 +75,8 @@ MACHINES: dict[str, Machine] = {
             peak_tera_ops={"fp16": 11.25, "int8": 45.0},
             memory_gb=12.0,
             dispatch_us=10.0,
-            source="bandwidth derived from Qualcomm's memory clock; 45 TOPS is the press's figure, Qualcomm "
-            "publishes none; FP16 assumed at a quarter of it; memory and dispatch assumed",
+            source="bandwidth derived from Qualcomm's memory clock; 45 TOPS from the press, not from "
+            "Qualcomm; FP16 assumed at a quarter of it; memory and dispatch assumed",
         ),
         Machine(
             name="laptop-npu",
@@ -113,7 +115,6 @@ MACHINES: dict[str, Machine] = {
 
 
 def machine(name: str) -> Machine:
-    """The row called `name`."""
     if name not in MACHINES:
         raise InputError(
             f"no machine is called {name!r}",
@@ -124,7 +125,7 @@ def machine(name: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """The row in a user's file."""
+    """The machine in a user's file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -137,16 +138,10 @@ def read_machine(path: Path) -> Machine:
     return from_json(values, where=str(path))
 
 
-def to_json(row: Machine) -> dict[str, Any]:
-    """A row as plain JSON values."""
-    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    return values | {"peak_tera_ops": dict(row.peak_tera_ops)}
-
-
-def from_json(values: Mapping[str, Any], *, where: str = "machine") -> Machine:
-    """The row that `to_json` wrote; a damaged one raises, because a wrong peak spoils every verdict."""
+def from_json(values: Any, *, where: str = "machine") -> Machine:
+    """The machine of a JSON record. A damaged record raises: a wrong peak makes every verdict wrong."""
     if not isinstance(values, Mapping) or set(values) != set(NAMES):
-        raise InputError(f"not a machine record{_missing(values)}", where=where, allowed=", ".join(NAMES))
+        raise InputError(f"not a machine record{_difference(values)}", where=where, allowed=", ".join(NAMES))
     for name in TEXTS:
         if not isinstance(values[name], str) or not values[name].isprintable():
             raise InputError(f"{name} is {values[name]!r}", where=where, allowed="a line of text")
@@ -157,19 +152,18 @@ def from_json(values: Mapping[str, Any], *, where: str = "machine") -> Machine:
         raise InputError(
             "peak_tera_ops must map data types to numbers", where=where, allowed=", ".join(DTYPES)
         )
-    numbers = {name: values[name] for name in ("bandwidth_gb_per_s", "memory_gb", "dispatch_us")} | dict(
-        peaks
-    )
-    for name, number in numbers.items():
+    for name, number in {**{name: values[name] for name in NUMBERS}, **peaks}.items():
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         if not is_number or not 0 < number < float("inf"):
             raise InputError(f"{name} is {number!r}", where=where, allowed="a positive number")
     return Machine(**{**values, "peak_tera_ops": dict(peaks)})
 
 
-def _missing(values: Any) -> str:
-    """Which keys it lacks and which it should not have, if it is a record at all."""
+def _difference(values: Any) -> str:
+    """Missing and unknown keys of a record."""
     if not isinstance(values, Mapping):
         return ""
-    lacks, extra = (", ".join(sorted(keys)) for keys in (set(NAMES) - set(values), set(values) - set(NAMES)))
-    return f" (lacks {lacks})" if lacks else f" (what is {extra}?)"
+    missing, unknown = (
+        ", ".join(sorted(keys)) for keys in (set(NAMES) - set(values), set(values) - set(NAMES))
+    )
+    return f" (missing: {missing})" if missing else f" (unknown: {unknown})"

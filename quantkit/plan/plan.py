@@ -1,15 +1,15 @@
-"""The plan: which projections are quantized under which rule, with a reason for each."""
+"""The plan: which projections are quantized, with a reason for each."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 from quantkit.model.model_map import Role
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What is done to one projection, and why."""
+    """One projection: quantized or not, and the reason."""
 
     name: str
     role: Role
@@ -20,17 +20,17 @@ class LayerPlan:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """How many of how many."""
+    """A total and its quantized part."""
 
     total: int
     quantized: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FormulaCheck:
-    """The published counting formula beside the walk; `differences` explains every gap in words."""
+    """The published counting formula beside the counted projections; `differences` explains every gap."""
 
     attention_per_block: int
     ffn_per_block: int
@@ -42,9 +42,9 @@ class FormulaCheck:
     differences: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Which projections are quantized under which rule."""
+    """The rule, every projection of a model under it, and the counts."""
 
     model: str
     min_dim: int

@@ -1,9 +1,9 @@
-"""The rule: quantize when max(in_features, out_features) >= min_dim, with a reason for every projection.
+"""The size rule: a projection is quantized if max(in_features, out_features) >= min_dim.
 
-The rule reads logical projections, so a fused checkpoint and an unfused one of the same model get the same
-plan. Embedding tables are not counted; an lm_head that shares one is. The counting formula of the
-literature, (attention + FFN projections) x layers + output layers, is checked against the walk, and where
-a model's shape makes the formula wrong the plan says by how much and why.
+The rule applies to logical projections, so fused and unfused checkpoints of a model get equal plans.
+Embedding tables are not counted; a tied lm_head is. The counting formula of the literature, (attention + FFN
+projections) x layers + output layers, is compared with the counted projections, and the plan explains every
+difference.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quantkit.errors import InputError
 from quantkit.model.model_map import ATTENTION_ROLES, FFN_ROLES, Block, Layer, ModelMap, Role
 from quantkit.plan.plan import Count, FormulaCheck, LayerPlan, Plan
 
-DEFAULT_MIN_DIM = 256  # smaller projections save next to nothing and are often routers or toy layers
+DEFAULT_MIN_DIM = 256  # smaller projections save little and are often routers
 ROLE_GROUPS: dict[str, tuple[Role, ...]] = {"attention": ATTENTION_ROLES, "ffn": FFN_ROLES}
 
 
 def parse_min_dim(text: str) -> int:
-    """The `--min-dim` that a user typed."""
+    """The value of `--min-dim`."""
     try:
         value = int(text)
     except ValueError:
@@ -31,7 +31,7 @@ def parse_min_dim(text: str) -> int:
             f"'{text}' is no size",
             where="--min-dim",
             allowed="a whole number from 1 up",
-            next_step="768 picks every projection of GPT-2, 1 every projection of any model",
+            next_step="768 quantizes every projection of GPT-2, 1 every projection of any model",
         )
     return value
 
@@ -43,7 +43,7 @@ def choose(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Plan:
-    """Apply the rule; `include` narrows what it sees, `exclude` takes away, each by role or by glob."""
+    """The plan of a model; `include` and `exclude` restrict the rule by role or name glob."""
     if min_dim < 1:
         raise InputError(f"{min_dim} is no size", where="min_dim", allowed="a whole number from 1 up")
     for flag, patterns in (("include", include), ("exclude", exclude)):
@@ -70,7 +70,7 @@ def choose(
 
 
 def matches(layer: Layer, pattern: str) -> bool:
-    """Whether a role, a group of roles, a name or a glob on names means this projection."""
+    """Whether a pattern (role, group of roles, name or name glob) matches a projection."""
     if pattern in ROLE_GROUPS:
         return layer.role in ROLE_GROUPS[pattern]
     if pattern in set(Role):
@@ -80,7 +80,7 @@ def matches(layer: Layer, pattern: str) -> bool:
 
 
 def check_patterns(model_map: ModelMap, patterns: Sequence[str], flag: str) -> None:
-    """A pattern that meets nothing is a typing error, and would change the result in silence."""
+    """Raise for a pattern without a match: it is a typing error that would change the result silently."""
     for pattern in patterns:
         if not any(matches(layer, pattern) for layer in model_map.layers):
             roles = sorted({layer.role.value for layer in model_map.layers})
@@ -140,30 +140,23 @@ def _warn(model_map: ModelMap, layers: tuple[LayerPlan, ...], min_dim: int) -> t
 
 
 def _check_formula(model_map: ModelMap, chosen: set[str]) -> FormulaCheck:
-    """The formula's count beside the walk's; the differences named always add up to the gap."""
+    """The formula beside the counted projections; the differences add up to the gap."""
     layers = [layer for layer in model_map.layers if layer.name in chosen]
-    outputs = sum(layer.role is Role.LM_HEAD for layer in layers)
-    walked = len(layers)
-    if not model_map.blocks:
-        words = (
-            f"the roles of '{model_map.model_type}' are not known, so the formula cannot be applied: "
-            f"the walk found {walked}"
-        )
-        return FormulaCheck(
-            attention_per_block=0,
-            ffn_per_block=0,
-            num_blocks=0,
-            num_outputs=outputs,
-            predicted=outputs,
-            walked=walked,
-            agrees=False,
-            differences=(words,),
-        )
+    outputs, walked = sum(layer.role is Role.LM_HEAD for layer in layers), len(layers)
     depth = sum(block.calls for block in model_map.blocks)
-    in_block = {block.name: _count_block(block, layers) for block in model_map.blocks}
-    attention, ffn = Counter(counts[:2] for counts in in_block.values()).most_common(1)[0][0]
+    counts = {block.name: _count_block(block, layers) for block in model_map.blocks}
+    attention, ffn = (
+        Counter(count[:2] for count in counts.values()).most_common(1)[0][0] if counts else (0, 0)
+    )
+    if counts:
+        gaps = _block_gaps(model_map.blocks, counts, (attention, ffn)) + _outer_gaps(layers)
+        differences = tuple(f"{gap:+d}: {cause}" for gap, cause in gaps if gap)
+    else:
+        differences = (
+            f"the roles of '{model_map.model_type}' are not known, so the formula does not apply: "
+            f"{walked} projections are counted",
+        )
     predicted = (attention + ffn) * depth + outputs
-    differences = [*_explain_blocks(model_map.blocks, in_block, (attention, ffn)), *_explain_rest(layers)]
     return FormulaCheck(
         attention_per_block=attention,
         ffn_per_block=ffn,
@@ -172,55 +165,48 @@ def _check_formula(model_map: ModelMap, chosen: set[str]) -> FormulaCheck:
         predicted=predicted,
         walked=walked,
         agrees=predicted == walked and not differences,
-        differences=tuple(f"{amount:+d}: {words}" for amount, words in differences),
+        differences=differences,
     )
 
 
 def _count_block(block: Block, layers: list[Layer]) -> tuple[int, int, int, int]:
-    """Quantized projections of a block: self attention, FFN, cross attention, without a role."""
-    own = [layer for layer in layers if layer.block == block.name]
-    attention = [layer for layer in own if layer.role in ATTENTION_ROLES]
+    """Quantized projections of a block: self attention, FFN, cross attention, others."""
+    in_block = [layer for layer in layers if layer.block == block.name]
+    attention = [layer for layer in in_block if layer.role in ATTENTION_ROLES]
     cross = sum(layer.is_cross_attention for layer in attention)
-    ffn = sum(layer.role in FFN_ROLES for layer in own)
-    return len(attention) - cross, ffn, cross, len(own) - len(attention) - ffn
+    ffn = sum(layer.role in FFN_ROLES for layer in in_block)
+    return len(attention) - cross, ffn, cross, len(in_block) - len(attention) - ffn
 
 
-def _explain_blocks(
-    blocks: tuple[Block, ...], in_block: dict[str, tuple[int, int, int, int]], typical: tuple[int, int]
+def _block_gaps(
+    blocks: tuple[Block, ...], counts: dict[str, tuple[int, int, int, int]], typical: tuple[int, int]
 ) -> list[tuple[int, str]]:
-    differences: list[tuple[int, str]] = []
+    """Counted projections minus the formula's, by cause, within blocks; `typical` is attention and FFN."""
     shared = [block for block in blocks if block.calls > 1]
-    if shared and sum(typical):
-        fewer = sum((block.calls - 1) * sum(typical) for block in shared)
-        depth = sum(block.calls for block in shared)
-        differences.append(
-            (-fewer, f"{len(shared)} shared block(s) run {depth} times but are stored and quantized once")
-        )
-    cross = sum(counts[2] for counts in in_block.values())
-    if cross:
-        num_decoders = sum(counts[2] > 0 for counts in in_block.values())
-        differences.append(
-            (
-                cross,
-                f"cross-attention projections in {num_decoders} decoder blocks, which the formula leaves out",
-            )
-        )
-    odd = {name: counts for name, counts in in_block.items() if counts[:2] != typical}
-    if odd:
-        gap = sum(sum(counts[:2]) - sum(typical) for counts in odd.values())
-        if gap:
-            differences.append(
-                (gap, f"{len(odd)} block(s) differ from the usual one: {', '.join(list(odd)[:3])}")
-            )
-    loose = sum(counts[3] for counts in in_block.values())
-    if loose:
-        differences.append((loose, "projections in blocks that are neither attention nor FFN"))
-    return differences
+    depth = sum(block.calls for block in shared)
+    decoders = [count[2] for count in counts.values() if count[2]]
+    atypical = {name: count for name, count in counts.items() if count[:2] != typical}
+    return [
+        (
+            -(depth - len(shared)) * sum(typical),
+            f"{len(shared)} shared block(s) run {depth} times but are stored and quantized once",
+        ),
+        (
+            sum(decoders),
+            f"cross-attention projections in {len(decoders)} decoder blocks, which the formula leaves out",
+        ),
+        (
+            sum(sum(count[:2]) - sum(typical) for count in atypical.values()),
+            f"{len(atypical)} block(s) differ from the usual one: {', '.join(list(atypical)[:3])}",
+        ),
+        (
+            sum(count[3] for count in counts.values()),
+            "projections in blocks that are neither attention nor FFN",
+        ),
+    ]
 
 
-def _explain_rest(layers: list[Layer]) -> list[tuple[int, str]]:
-    outside = [layer for layer in layers if layer.block is None and layer.role is not Role.LM_HEAD]
-    if not outside:
-        return []
-    names = ", ".join(layer.name for layer in outside[:3])
-    return [(len(outside), f"projection(s) outside of the blocks that are no output layer: {names}")]
+def _outer_gaps(layers: list[Layer]) -> list[tuple[int, str]]:
+    outer = [layer.name for layer in layers if layer.block is None and layer.role is not Role.LM_HEAD]
+    names = ", ".join(outer[:3])
+    return [(len(outer), f"projection(s) outside of the blocks that are no output layer: {names}")]

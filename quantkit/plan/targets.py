@@ -1,19 +1,19 @@
-"""What an exported file promises to whoever runs it: one row for each target.
+"""Export targets: operators, types, opset and shapes that a file for each target may use.
 
-The promises are data, so that the written file can be held against them before anything runs it. A target may
-also ask for a coarser grid: x86 processors without VNNI multiply bytes with VPMADDUBSW, which adds the
-products of two neighbours in 16 bits and cuts off what does not fit. 2 x 255 x 127 = 64770 does not, while
-2 x 255 x 64 = 32640 does: weights of 7 bits come out right in whatever order a kernel pairs them. Products
-over blocks need no such cure: in onnxruntime 1.31 they are exact without VNNI too (tests/test_saturation.py).
+Targets are data, so the written file is checked against them before it runs. A target may also need a coarser
+grid: x86 processors without VNNI multiply bytes with VPMADDUBSW, which adds two neighbouring products in 16
+bits and saturates. 2 x 255 x 127 = 64770 saturates, 2 x 255 x 64 = 32640 does not, so 7-bit weights are exact
+for every pairing of a kernel. Block products are exact without VNNI as well in onnxruntime 1.31
+(tests/quantization/test_saturation.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quantkit.plan.formats import Format, on_graph
+from quantkit.plan.formats import Format
 
-# Operators that onnxruntime knows and the standard does not; the empty domain is the standard one's.
+# Operators of onnxruntime beyond the ONNX standard; the empty domain is the standard one's.
 FUSED = frozenset(
     {
         "::SimplifiedLayerNormalization",
@@ -30,7 +30,7 @@ FUSED = frozenset(
         "com.microsoft::SkipSimplifiedLayerNormalization",
     }
 )
-# As ONNX names element types.
+# Element types by their ONNX names.
 CPU_TYPES = frozenset(
     {"FLOAT", "DOUBLE", "BOOL", "INT8", "UINT8", "INT16", "UINT16", "INT32", "UINT32", "INT64", "UINT64"}
 )
@@ -40,23 +40,23 @@ ARM = ("aarch64", "arm64", "ARM64")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A profile of the file."""
+    """What a file for one target may contain."""
 
-    opset: int  # the newest of the standard operators
+    opset: int  # newest opset of the standard operators
     ir_version: int
     domains: tuple[str, ...]  # operator sets besides the standard one
     description: str
-    fused_operators: frozenset[str] = FUSED  # "domain::Name" of all that are not of the standard
-    standard_operators: frozenset[str] | None = None  # of the standard these alone; None: all of its opset
+    fused_operators: frozenset[str] = FUSED  # allowed operators beyond the standard, "domain::Name"
+    standard_operators: frozenset[str] | None = None  # allowed standard operators; None: all of the opset
     element_types: frozenset[str] = CPU_TYPES
-    is_static: bool = False  # every size of every input and output is a number
-    rounds_values: bool = True  # of a static graph; False: floats between operators, only weights integers
-    is_half: bool = False  # float16 where the others have float32; outputs but the cache stay float32
-    channel_bits: int = 8  # of weights with one scale a row, stored in bytes
+    is_static: bool = False  # all shapes are fixed
+    rounds_values: bool = True  # static graphs: quantized activations; False: only weights are quantized
+    is_half: bool = False  # float16 in place of float32; outputs other than the cache stay float32
+    channel_bits: int = 8  # of weights with per-channel scales
     machines: tuple[str, ...] = ()  # as platform.machine() names them; empty: any
 
 
-# What a static graph is put together from, and all that NPU compilers have an operation of their own for.
+# Operators of static graphs; NPU compilers support each of them.
 STATIC = frozenset(
     {
         "Add",
@@ -92,7 +92,7 @@ NPU = Target(
     opset=23,
     ir_version=11,
     domains=(),
-    description="an NPU, or any runtime of standard operators: fixed sizes, every value an 8- or 16-bit "
+    description="an NPU, or any runtime of standard operators: fixed shapes, every value an 8- or 16-bit "
     "integer (QDQ); opset 21, or 23 where the model has RMS norms",
     fused_operators=frozenset(),
     standard_operators=STATIC,
@@ -100,16 +100,16 @@ NPU = Target(
     is_static=True,
 )
 TARGETS: dict[str, Target] = {
-    "cpu": CPU_VNNI,  # the same under its short name
+    "cpu": CPU_VNNI,
     "cpu-vnni": CPU_VNNI,
     "cpu-avx2": replace(
         CPU_VNNI,
-        description="the same on any x86 CPU: weights with one scale a row have 7 bits, blocks keep their 8",
+        description="cpu-vnni for any x86 CPU: per-channel weights have 7 bits, weights in blocks have 8",
         channel_bits=7,
     ),
     "cpu-arm": replace(
         CPU_VNNI,
-        description="the same on a 64-bit Arm CPU: signed bytes on both sides of every product over blocks",
+        description="cpu-vnni for a 64-bit Arm CPU: block products of two signed operands",
         machines=ARM,
     ),
     "gpu": replace(
@@ -128,9 +128,9 @@ TARGETS: dict[str, Target] = {
         NPU,
         opset=21,
         ir_version=10,
-        description="OpenVINO on a CPU, which rounds activations itself: fixed sizes, standard operators, "
-        "INT8 weights with one scale a row",
-        # Its reader of ONNX files, 2025.4, knows no RMSNormalization yet.
+        description="OpenVINO on a CPU, which quantizes activations itself: fixed shapes, standard "
+        "operators, INT8 weights with per-channel scales",
+        # The ONNX importer of OpenVINO 2025.4 has no RMSNormalization.
         standard_operators=STATIC - {"RMSNormalization"} | {"ReduceMean", "Sqrt", "Div"},
         element_types=frozenset({"FLOAT", "INT8", "INT32", "INT64"}),
         rounds_values=False,
@@ -139,11 +139,12 @@ TARGETS: dict[str, Target] = {
 DEFAULT_TARGET = "cpu"
 
 
-def format_on(target: Target, wanted: Format) -> Format:
-    """A projection's format as the target computes it rightly: one scale a row may take fewer bits."""
+def format_on(target: Target, chosen: Format) -> Format:
+    """A projection's format on a target: ranges per graph value, or fewer bits per channel."""
     if target.is_static:
-        return on_graph(wanted) if target.rounds_values else replace(wanted, activations="float")
-    grid = wanted.grid
+        activations = chosen.activations.replace("static", "graph") if target.rounds_values else "float"
+        return replace(chosen, activations=activations)
+    grid = chosen.grid
     if grid.block is not None or grid.bits <= target.channel_bits:
-        return wanted
-    return replace(wanted, grid=replace(grid, bits=target.channel_bits))
+        return chosen
+    return replace(chosen, grid=replace(grid, bits=target.channel_bits))

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.errors import InputError
-from quantkit.plan.machines import DTYPES, KINDS, MACHINES, Machine, from_json, machine, to_json
+from quantkit.model.model_map import to_json
+from quantkit.plan.machines import DTYPES, KINDS, MACHINES, Machine, from_json, machine
 
 
 def test_the_table_holds_the_required_rows():
