@@ -102,9 +102,9 @@ class Recipe(Section):
 
     model: str | None = Field(default=None, description="model folder, built-in name, Hub name, or 'demo'")
     select: Select = Select()
-    scheme: Literal[AUTO, *SCHEMES] = Field(
+    scheme: Literal[AUTO, *SCHEMES] = Field(  # type: ignore[valid-type]
         default=AUTO, description="quantization scheme: weight grid and activation format"
-    )  # type: ignore[valid-type]
+    )
     fit: Literal["auto", "rtn", "mse", "output", "gptq"] = Field(
         default="auto", description="method that fits weights to their grid"
     )

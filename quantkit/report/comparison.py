@@ -16,19 +16,27 @@ from quantkit.report.figures import figures, megabytes
 from quantkit.report.tables import Page, Table
 
 Json = Mapping[str, Any]
-Conditions = Mapping[str, Any]
 PACKAGES = ("onnxruntime",)  # packages whose version decides speed and, by kernels, accuracy
 LARGEST_DRIFT = 0.10  # of the float reference's time between two runs; beyond it a warning is shown
+# Paths in a report that two comparable figures agree in.
+PROTOCOL = tuple(f"accuracy.protocol.{key}" for key in ("text", "num_tokens", "window", "stride"))
+TEXT = (*PROTOCOL, "accuracy.is_meaningful", "tokenizer")
+SIMILARITY = ("model", *(f"similarity.{key}" for key in ("text", "num_windows", "window", "is_meaningful")))
+MACHINE = (
+    *(f"environment.{key}" for key in ("processor", "num_cores")),
+    *(f"latency.0.{key}" for key in ("provider", "threads", "batch", "prompt_length")),
+)
+DECODING = (*MACHINE, "latency.0.num_decoded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A column: the figure in a report, and the conditions that two comparable figures share."""
+    """A column: the path of the figure in a report, its text, and the conditions of a ratio."""
 
     title: str
-    read: Callable[[Json], float | None]
+    path: str
     show: Callable[[float], str]
-    conditions: Callable[[Json], Conditions] = lambda report: {}
+    conditions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,104 +48,43 @@ class Side:
     tokenizer: str | None = None  # a digest of tokenizer.json
 
 
-def _at(*keys: str) -> Callable[[Json], float | None]:
-    """A reader of the figure at a path of keys; None where a key is missing."""
-
-    def read(report: Json) -> float | None:
-        value: Any = report
-        for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return float(value) if isinstance(value, int | float) else None
-
-    return read
-
-
-def _timed(*keys: str) -> Callable[[Json], float | None]:
-    """A reader of a time of the first provider."""
-    return lambda report: _at(*keys)(_latency(report))
-
-
-def _latency(report: Json) -> Json:
-    entries = report.get("latency") or [{}]
-    first: Json = entries[0]
-    return first
-
-
-def _text_conditions(report: Json) -> Conditions:
-    accuracy = report.get("accuracy", {})
-    return {**accuracy.get("protocol", {}), "weights": _weights(accuracy), "tokenizer": report["tokenizer"]}
-
-
-def _reference_conditions(report: Json) -> Conditions:
-    """KL divergence and agreement depend on the model that was quantized."""
-    return {"model": report["model"], **_text_conditions(report)}
-
-
-def _similarity_conditions(report: Json) -> Conditions:
-    similarity = report.get("similarity", {})
-    protocol = {key: similarity.get(key) for key in ("text", "num_windows", "window")}
-    return {"model": report["model"], **protocol, "weights": _weights(similarity)}
-
-
-def _weights(measured: Json) -> str:
-    return "random" if measured.get("is_meaningful") is False else "trained"
-
-
-def _machine(report: Json) -> Conditions:
-    environment, entry = report["environment"], _latency(report)
-    machine = {key: environment.get(key) for key in ("processor", "num_cores")}
-    return machine | {key: entry.get(key) for key in ("provider", "threads", "batch", "prompt_length")}
-
-
-def _decode_conditions(report: Json) -> Conditions:
-    return {**_machine(report), "num_decoded": _latency(report).get("num_decoded")}
-
-
-def _memory_conditions(report: Json) -> Conditions:
-    """Memory peaks grow with lengths and threads, and differ between operating systems."""
-    return {**_decode_conditions(report), "platform": report["environment"].get("platform")}
-
-
 METRICS: Mapping[str, Metric] = {
-    "size_bytes": Metric(title="size MB", read=_at("size", "artifact_bytes"), show=megabytes),
+    "size_bytes": Metric(title="size MB", path="size.artifact_bytes", show=megabytes),
     "perplexity": Metric(
-        title="perplexity",
-        read=_at("accuracy", "perplexity", "quantized"),
-        show=lambda value: f"{value:,.2f}",
-        conditions=_text_conditions,
+        title="perplexity", path="accuracy.perplexity.quantized", show="{:,.2f}".format, conditions=TEXT
     ),
     "kl_divergence": Metric(
-        title="KL",
-        read=_at("accuracy", "kl_divergence"),
-        show=lambda value: f"{value:.3g}",
-        conditions=_reference_conditions,
+        title="KL", path="accuracy.kl_divergence", show="{:.3g}".format, conditions=("model", *TEXT)
     ),
     "top1_agreement": Metric(
-        title="top-1",
-        read=_at("accuracy", "top1_agreement"),
-        show=lambda value: f"{value:.2%}",
-        conditions=_reference_conditions,
+        title="top-1", path="accuracy.top1_agreement", show="{:.2%}".format, conditions=("model", *TEXT)
     ),
     "mean_cosine": Metric(
-        title="cosine",
-        read=_at("similarity", "mean_cosine"),
-        show=lambda value: f"{value:.5f}",
-        conditions=_similarity_conditions,
+        title="cosine", path="similarity.mean_cosine", show="{:.5f}".format, conditions=SIMILARITY
     ),
-    "prefill_ms": Metric(title="prefill ms", read=_timed("prefill_ms"), show=figures, conditions=_machine),
+    "prefill_ms": Metric(title="prefill ms", path="latency.0.prefill_ms", show=figures, conditions=MACHINE),
     "decode_ms_per_token": Metric(
-        title="decode ms",
-        read=_timed("decode_ms_per_token"),
-        show=figures,
-        conditions=_decode_conditions,
+        title="decode ms", path="latency.0.decode_ms_per_token", show=figures, conditions=DECODING
     ),
+    # Memory peaks grow with lengths and threads, and differ between operating systems.
     "run_peak_bytes": Metric(
         title="memory MB",
-        read=_at("memory", "quantized", "run_peak_bytes"),
+        path="memory.quantized.run_peak_bytes",
         show=megabytes,
-        conditions=_memory_conditions,
+        conditions=(*DECODING, "environment.platform"),
     ),
 }
+
+
+def _value(report: Json, path: str) -> Any:
+    """The value at a dotted path of keys and indices; None where a part is missing."""
+    value: Any = report
+    for key in path.split("."):
+        if isinstance(value, list):
+            value = value[int(key)] if int(key) < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def comparison_json(sides: Sequence[Side]) -> dict[str, Any]:
@@ -147,13 +94,13 @@ def comparison_json(sides: Sequence[Side]) -> dict[str, Any]:
     for side, report in zip(sides, reports, strict=True):
         values, ratios, refused = {}, {}, {}
         for key, metric in METRICS.items():
-            value, first = metric.read(report), metric.read(reports[0])
+            value, first = _value(report, metric.path), _value(reports[0], metric.path)
             if value is None:
                 continue
-            values[key] = value
+            values[key] = float(value)
             if first is None:
                 continue
-            differences = list(_differences(metric.conditions(reports[0]), metric.conditions(report)))
+            differences = list(_differences(reports[0], report, metric.conditions))
             if differences:
                 refused[key] = "; ".join(differences)
             elif first:
@@ -170,23 +117,26 @@ def comparison_json(sides: Sequence[Side]) -> dict[str, Any]:
     return {"artifacts": artifacts, "notes": [note for side in sides[1:] for note in _notes(sides[0], side)]}
 
 
-def _differences(first: Conditions, other: Conditions) -> Iterable[str]:
-    for key, value in other.items():
-        if value == first.get(key):
+def _differences(first: Json, other: Json, paths: Iterable[str]) -> Iterable[str]:
+    for path in paths:
+        values = [_value(report, path) for report in (other, first)]
+        name = path.rpartition(".")[2].replace("_", " ")
+        if values[0] == values[1]:
             continue
-        name = key.replace("_", " ")
-        yield f"another {name}" if key == "tokenizer" else f"{name} {value} against {first.get(key)}"
+        if path.endswith("is_meaningful"):
+            name, values = "weights", ["random" if value is False else "trained" for value in values]
+        yield f"another {name}" if path == "tokenizer" else f"{name} {values[0]} against {values[1]}"
 
 
 def _notes(first: Side, other: Side) -> Iterable[str]:
     for package in PACKAGES:
-        versions = [side.report["environment"].get("versions", {}).get(package) for side in (first, other)]
+        versions = [_value(side.report, f"environment.versions.{package}") for side in (first, other)]
         if versions[0] != versions[1]:
-            yield (f"{other.name} was measured with {package} {versions[1]}, {first.name} with {versions[0]}")
-    if other.report["model"] != first.report["model"] or _machine(other.report) != _machine(first.report):
+            yield f"{other.name} was measured with {package} {versions[1]}, {first.name} with {versions[0]}"
+    if list(_differences(first.report, other.report, ("model", *MACHINE))):
         return
     for key, phase in (("prefill_ms", "prefill"), ("decode_ms_per_token", "decode")):
-        times = [_timed("reference", key)(side.report) for side in (first, other)]
+        times = [_value(side.report, f"latency.0.reference.{key}") for side in (first, other)]
         if times[0] and times[1] and abs(times[1] / times[0] - 1) > LARGEST_DRIFT:
             yield (
                 f"the machine's speed changed: {phase} of the float reference took "

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantkit.errors import InputError
 from quantkit.report.alarms import alarms_of
 from quantkit.report.figures import figures
 from quantkit.report.inspection import plan_lines
@@ -16,20 +15,12 @@ from quantkit.report.losses import loss_lines, loss_tables
 from quantkit.report.measurements import measured_tables, protocol_lines
 from quantkit.report.tables import Page
 
-REQUIRED = ("model", "scheme", "target", "projections", "matrices", "parameters", "size", "environment")
 MAX_KEPT_LINES = 6
 Json = Mapping[str, Any]
 
 
 def quantization_page(document: Json) -> Page:
     """The page, from the content of report.json."""
-    missing = [key for key in REQUIRED if key not in document]
-    if missing:
-        raise InputError(
-            f"{', '.join(missing)} missing",
-            where="report.json",
-            next_step="write the report again with 'quantkit quantize'",
-        )
     return Page(
         head=tuple(_head(document)),
         tables=(*measured_tables(document), *loss_tables(document)),

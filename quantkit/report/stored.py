@@ -1,4 +1,4 @@
-"""A written report.json read back as a record."""
+"""A written report.json, read back as JSON or as a record."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from quantkit.errors import InputError
 from quantkit.report.document import Report
 
 Json = Mapping[str, Any]
+AGAIN = "quantize again to write a new report"
 
 
-def read_report(folder: Path) -> Report:
-    """The report of an artifact folder."""
+REQUIRED = ("model", "scheme", "target", "projections", "matrices", "parameters", "size", "environment")
+
+
+def read_document(folder: Path) -> dict[str, Any]:
+    """The content of an artifact's report.json."""
     path = folder / "report.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        report = record_of(Report, _as_fields(document))
     except OSError as error:
         raise InputError(
             f"cannot be read ({error.strerror})",
@@ -29,13 +32,25 @@ def read_report(folder: Path) -> Report:
             allowed="a folder that 'quantkit quantize' wrote",
             next_step="check the path, or quantize a model first",
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
+        raise InputError(f"not JSON ({error})", where=str(path), next_step=AGAIN) from error
+    missing = [key for key in REQUIRED if key not in document] if isinstance(document, dict) else REQUIRED
+    if missing:
+        raise InputError(f"not a report: {', '.join(missing)} missing", where=str(path), next_step=AGAIN)
+    return dict(document)
+
+
+def read_report(folder: Path) -> Report:
+    """The report of an artifact folder."""
+    document = read_document(folder)
+    try:
+        report: Report = record_of(Report, _as_fields(document))
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"not a report ({type(error).__name__}: {error})",
-            where=str(path),
-            next_step="quantize again to write it anew",
+            where=str(folder / "report.json"),
+            next_step=AGAIN,
         ) from error
-    assert isinstance(report, Report)
     return report
 
 
@@ -67,22 +82,15 @@ def _types_of(record: type) -> dict[str, Any]:
 def _as_fields(document: Json) -> dict[str, Any]:
     """The document with accuracy and latency under the names of their records' fields."""
     fields = dict(document)
-    if fields.get("accuracy"):
+    if "accuracy" in fields:
         accuracy = dict(fields["accuracy"])
         perplexity, protocol = accuracy.pop("perplexity"), accuracy.pop("protocol")
-        fields["accuracy"] = accuracy | protocol
-        fields["accuracy"] |= {
-            "reference": {
-                "value": perplexity["reference"],
-                "standard_error": perplexity["reference_standard_error"],
-            },
-            "quantized": {
-                "value": perplexity["quantized"],
-                "standard_error": perplexity["quantized_standard_error"],
-            },
-            "increase": perplexity["increase"],
-            "increase_standard_error": perplexity["increase_standard_error"],
-        }
+        for model in ("reference", "quantized"):
+            accuracy[model] = {
+                "value": perplexity[model],
+                "standard_error": perplexity[f"{model}_standard_error"],
+            }
+        fields["accuracy"] = {**perplexity, **protocol, **accuracy}
     fields["latency"] = [_latency_fields(entry) for entry in fields.get("latency", ())]
     return fields
 

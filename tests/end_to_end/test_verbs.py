@@ -151,8 +151,6 @@ def test_wrong_input_is_one_line(artifact, tmp_path):
     )
     assert "measure.threads" in refused("bench", path, "--threads", "0")
     (tmp_path / "report.json").write_text('{"model": "x"}')
-    assert "not a report: scheme, target, size, environment missing" in refused(
-        "compare", path, str(tmp_path)
-    )
+    assert "not a report: scheme, target, projections, matrices" in refused("compare", path, str(tmp_path))
     (tmp_path / "report.json").write_text("{")
     assert "not JSON" in refused("compare", path, str(tmp_path))

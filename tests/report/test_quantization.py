@@ -23,6 +23,7 @@ from quantkit.plan.plan import Count, FormulaCheck, LayerPlan, Plan
 from quantkit.report.document import Kept, Report, Size, kept_projections, report_json
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.quantization import quantization_page
+from quantkit.report.stored import read_document, read_report
 from quantkit.report.tables import Page, print_page, to_markdown
 from quantkit.runtime.providers.placement import Placement
 
@@ -285,11 +286,21 @@ def test_random_weights_make_accuracy_meaningless_and_no_alarm_of_it():
     assert "meaningless: random weights" in page.foot[0]
 
 
-def test_an_older_or_damaged_report_is_refused_in_one_line():
-    document = report_json(FULL)
-    del document["size"]
-    with pytest.raises(InputError, match=r"report.json: size missing; next"):
-        quantization_page(document)
+def test_an_older_or_damaged_report_is_refused_in_one_line(tmp_path):
+    document, path = report_json(FULL), tmp_path / "report.json"
+    path.write_text(json.dumps(document))
+    assert read_document(tmp_path) == document
+    assert read_report(tmp_path) == FULL
+    damage = {
+        "not JSON": "{",
+        "size missing": {**document, "size": None},
+        "TypeError": {**document, "latency": [{}]},
+    }
+    damage["size missing"].pop("size")
+    for words, content in damage.items():
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(InputError, match=f"report.json: .*{words}.*; next"):
+            read_report(tmp_path)
 
 
 def test_what_is_kept_float_is_counted_by_role_and_reason():

@@ -209,7 +209,7 @@ def _check(run: Pass, encoder_length: int | None) -> None:
         raise InputError(f"{run.past}", where="past", allowed="0, because this model has no causal attention")
     if encoder_length and not run.model.is_encoder_decoder:
         raise InputError("the model is not an encoder-decoder", where="encoder_length", allowed="nothing")
-    names = {module.name for module in (*run.model.layers, *run.model.embeddings)}
+    names = {layer.name for layer in run.model.layers} | {table.name for table in run.model.embeddings}
     for name, bits in run.bits.items():
         if name not in names:
             raise InputError(f"no projection or table is called {name!r}", where="weight_bits")
