@@ -104,8 +104,8 @@ def test_seconds_are_kept_and_add_up():
 
 def test_a_failure_passes_through_and_leaves_no_bar(terminal):
     file = io.StringIO()
-    for each in (file, terminal):
-        progress = Progress(file=each, after_seconds=0.0)
+    for output in (file, terminal):
+        progress = Progress(file=output, after_seconds=0.0)
         with pytest.raises(ValueError, match="no"), progress.stage("exporting"):
             raise ValueError("no")
         with progress.stage("measuring"):  # the next stage is not inside the one that failed

@@ -135,13 +135,15 @@ def test_defaults_are_kept_where_nothing_is_said(tmp_path):
 
 def test_flags_go_before_the_file_and_the_file_before_defaults(tmp_path):
     recipe = loaded(tmp_path, "model: gpt2\nselect: {min_dim: 768, include: [ffn]}\nseed: 4")
-    made = override(
+    changed = override(
         recipe, {"select.min_dim": 1024, "scheme": "int8_channel", "model": None, "measure.text": None}
     )
-    assert made.select.min_dim == 1024
-    assert made.scheme == "int8_channel"
-    assert (made.model, made.select.include, made.seed) == ("gpt2", ["ffn"], 4), "None changes nothing"
-    assert (made.fit, made.measure) == (Recipe().fit, Recipe().measure)
+    assert changed.select.min_dim == 1024
+    assert changed.scheme == "int8_channel"
+    assert (changed.model, changed.select.include, changed.seed) == ("gpt2", ["ffn"], 4), (
+        "None changes nothing"
+    )
+    assert (changed.fit, changed.measure) == (Recipe().fit, Recipe().measure)
     assert recipe.select.min_dim == 768, "the recipe itself is as it was"
     assert override(recipe, {"select.include": []}).select.include == []
     assert override(recipe, {"measure.latency": False}).measure.latency is False

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from quantkit.plan.cost.roofline import short
+from quantkit.plan.cost.roofline import Estimate, short
 from quantkit.plan.cost.rows import Fit, Row
 from quantkit.plan.cost.specification import Specification
-from quantkit.report.tables import Page, Table, to_csv
+from quantkit.report.tables import Page, Table, table_of, to_csv
 
 Cells = Mapping[str, Callable[[Row], str]]  # column -> text of a row
 CSV_COLUMNS = (
@@ -204,21 +204,13 @@ def _memory(spec: Specification) -> Table:
 
 
 def _estimates(spec: Specification) -> Table:
-    numeric = ("tokens", "ms", "tokens/s")
-    rows = tuple(
-        (
-            estimate.device,
-            estimate.phase,
-            f"{estimate.tokens}",
-            f"{estimate.time_ms:.3g}",
-            f"{estimate.tokens_per_second:,.0f}",
-            estimate.bound,
-        )
-        for estimate in spec.estimates
-    )
-    return Table(
-        title="Roofline of a whole pass: a lower bound of its time",
-        columns=("device", "phase", *numeric, "bound"),
-        rows=rows,
-        numeric=numeric,
-    )
+    cells: Mapping[str, Callable[[Estimate], str]] = {
+        "device": lambda estimate: estimate.device,
+        "phase": lambda estimate: estimate.phase,
+        "bound": lambda estimate: estimate.bound,
+        "tokens": lambda estimate: f"{estimate.tokens}",
+        "ms": lambda estimate: f"{estimate.time_ms:.3g}",
+        "tokens/s": lambda estimate: f"{estimate.tokens_per_second:,.0f}",
+    }
+    title = "Roofline of a whole pass: a lower bound of its time"
+    return table_of(title, spec.estimates, cells, text=3)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quantkit.report.figures import figures
-from quantkit.report.tables import Page, Table
+from quantkit.report.tables import Page, Table, table_of
 
 Json = Mapping[str, Any]
-COLUMNS = ("block", "units", "inactive", "dead", "copies", "outliers", "peak ratio", "bits lost")
-VERDICT = "INT8"
+# Column -> cell of one FFN; the last column is the verdict.
+COLUMNS: Mapping[str, Callable[[Json], str]] = {
+    "block": lambda ffn: str(ffn["block"]),
+    "units": lambda ffn: f"{ffn['hidden_features']:,}",
+    "inactive": lambda ffn: f"{ffn['num_silent']:,}",
+    "dead": lambda ffn: f"{ffn['num_proved']:,}",
+    "copies": lambda ffn: f"{ffn['num_duplicates']:,}",
+    "outliers": lambda ffn: f"{ffn['num_outliers']:,}",
+    "peak ratio": lambda ffn: (
+        f"{figures(ffn['peak'] / ffn['typical_peak'])}x" if ffn["typical_peak"] else "-"
+    ),
+    "bits lost": lambda ffn: f"{ffn['bits_lost_in_row']:.1f}/{ffn['bits_lost_in_blocks']:.1f}",
+    "INT8": lambda ffn: str(ffn["verdict"]),
+}
 
 
 def units_page(document: Json) -> Page:
@@ -38,19 +50,4 @@ def units_page(document: Json) -> Page:
 
 
 def units_table(layers: Sequence[Json], title: str = "Hidden units") -> Table:
-    """One row for each FFN."""
-    rows = tuple(
-        (
-            layer["block"],
-            f"{layer['hidden_features']:,}",
-            f"{layer['num_silent']:,}",
-            f"{layer['num_proved']:,}",
-            f"{layer['num_duplicates']:,}",
-            f"{layer['num_outliers']:,}",
-            f"{figures(layer['peak'] / layer['typical_peak'])}x" if layer["typical_peak"] else "-",
-            f"{layer['bits_lost_in_row']:.1f}/{layer['bits_lost_in_blocks']:.1f}",
-            layer["verdict"],
-        )
-        for layer in layers
-    )
-    return Table(title=title, columns=(*COLUMNS, VERDICT), rows=rows, numeric=COLUMNS[1:], whole=("block",))
+    return table_of(title, layers, COLUMNS, whole=("block",))

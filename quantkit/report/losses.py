@@ -7,17 +7,18 @@ holds all of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quantkit.plan.formats import FLOAT
 from quantkit.report.ffn import units_table
 from quantkit.report.figures import figures, megabytes
-from quantkit.report.tables import Page, Table
+from quantkit.report.tables import Page, Table, table_of
 
 MOST_ROWS = 8
 PLAIN_FIT = "rtn"
 Json = Mapping[str, Any]
+Cells = Mapping[str, Callable[[Json], str]]
 
 
 def loss_lines(document: Json) -> Iterable[str]:
@@ -123,41 +124,28 @@ def _loss_cell(loss: Json, key: str) -> str:
 
 
 def _candidates(search: Json) -> Table:
-    numeric = ("MB", "us/token", "perplexity", "KL", "top-1", "predicted KL")
-    rows = []
-    for candidate in sorted(search["candidates"], key=lambda candidate: candidate["cost"]):
-        loss, is_chosen = candidate["loss"], candidate["choices"] == search["chosen"]["choices"]
-        rows.append(
-            (
-                f"{candidate['label']}{' <- chosen' if is_chosen else ''}",
-                megabytes(candidate["num_bytes"]),
-                figures(candidate["microseconds"]) if "microseconds" in candidate else "-",
-                f"{loss['ppl_increase']:+.2%}",
-                f"{loss['kl_divergence']:.3g}",
-                f"{loss['top1_agreement']:.2%}",
-                f"{candidate['predicted_kl']:.3g}",
-            )
-        )
-    return Table(
-        title="Configurations of the search (projections alone, on text held out from calibration)",
-        columns=("configuration", *numeric),
-        rows=tuple(rows),
-        numeric=numeric,
-    )
+    chosen = search["chosen"]["choices"]
+    cells: Cells = {
+        "configuration": lambda row: f"{row['label']}{' <- chosen' if row['choices'] == chosen else ''}",
+        "MB": lambda row: megabytes(row["num_bytes"]),
+        "us/token": lambda row: figures(row["microseconds"]) if "microseconds" in row else "-",
+        "perplexity": lambda row: f"{row['loss']['ppl_increase']:+.2%}",
+        "KL": lambda row: f"{row['loss']['kl_divergence']:.3g}",
+        "top-1": lambda row: f"{row['loss']['top1_agreement']:.2%}",
+        "predicted KL": lambda row: f"{row['predicted_kl']:.3g}",
+    }
+    candidates = sorted(search["candidates"], key=lambda candidate: float(candidate["cost"]))
+    title = "Configurations of the search (projections alone, on text held out from calibration)"
+    return table_of(title, candidates, cells)
 
 
 def _times(times: Sequence[Json]) -> Table:
-    numeric = ("in", "out", "rows", "median us", "spread us")
-    return Table(
-        title="Times of single MatMuls on this machine",
-        columns=("format", *numeric),
-        rows=tuple(
-            (
-                time["format_name"],
-                *(f"{time[key]}" for key in ("in_features", "out_features", "rows")),
-                *(figures(time[key]) for key in ("median_us", "spread_us")),
-            )
-            for time in times
-        ),
-        numeric=numeric,
-    )
+    cells: Cells = {
+        "format": lambda time: str(time["format_name"]),
+        "in": lambda time: f"{time['in_features']}",
+        "out": lambda time: f"{time['out_features']}",
+        "rows": lambda time: f"{time['rows']}",
+        "median us": lambda time: figures(time["median_us"]),
+        "spread us": lambda time: figures(time["spread_us"]),
+    }
+    return table_of("Times of single MatMuls on this machine", times, cells)

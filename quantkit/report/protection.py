@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quantkit.report.tables import Page, Table
+from quantkit.report.tables import Page, table_of
 
+Json = Mapping[str, Any]
 REVEALED = 0.5  # share of a permutation from which it counts as recovered
 ATTACKS = ("by_known_rows", "by_sorted_values")
 
 
-def audit_page(orders: Sequence[Mapping[str, Any]]) -> Page:
+def audit_page(orders: Sequence[Json]) -> Page:
     """One row for each permutation, from the JSON form of an audit."""
-    numeric = ("positions", "by known rows", "by sorted values")
-    rows = tuple(
-        (
-            "this folder" if order["is_given"] else order["weights"],
-            ", ".join(order["permutes"]),
-            order["space"],
-            f"{order['positions']:,}",
-            *(f"{order[attack]:.1%}" for attack in ATTACKS),
-        )
-        for order in orders
-    )
+    cells: Mapping[str, Callable[[Json], str]] = {
+        "weights": lambda order: "this folder" if order["is_given"] else str(order["weights"]),
+        "permuted": lambda order: ", ".join(order["permutes"]),
+        "order of": lambda order: str(order["space"]),
+        "positions": lambda order: f"{order['positions']:,}",
+        "by known rows": lambda order: f"{order['by_known_rows']:.1%}",
+        "by sorted values": lambda order: f"{order['by_sorted_values']:.1%}",
+    }
     broken = [
         order["space"]
         for order in orders
@@ -32,11 +30,7 @@ def audit_page(orders: Sequence[Mapping[str, Any]]) -> Page:
     alarm = f"NOT HIDDEN: the permutation of {', '.join(broken)} can be recovered from public weights"
     return Page(
         head=("Recovery of secret permutations from the public weights, as a share of positions",),
-        tables=(
-            Table(
-                title="", columns=("weights", "permuted", "order of", *numeric), rows=rows, numeric=numeric
-            ),
-        ),
+        tables=(table_of("", orders, cells, text=3),),
         foot=(
             "by known rows: query and key rows are not permuted, so their columns are compared as they are",
             "by sorted values: sorted magnitudes are compared, so no permutation has to be known",

@@ -10,8 +10,9 @@ import csv
 import io
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -32,6 +33,20 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     numeric: tuple[str, ...] = ()  # columns aligned to the right and never broken
     whole: tuple[str, ...] = ()  # columns broken only where the screen has no room for them
+
+
+def table_of(
+    title: str,
+    records: Iterable[Any],
+    cells: Mapping[str, Callable[[Any], str]],
+    *,
+    text: int = 1,
+    whole: tuple[str, ...] = (),
+) -> Table:
+    """One row per record, one column per entry of `cells`; all but the first `text` columns are numeric."""
+    columns = tuple(cells)
+    rows = tuple(tuple(cell(record) for cell in cells.values()) for record in records)
+    return Table(title=title, columns=columns, rows=rows, numeric=columns[text:], whole=whole)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,7 @@ def gpt2():
     products = [
         product(
             [layer.name for layer in layers],
-            (layers[0].in_features, sum(each.out_features for each in layers)),
+            (layers[0].in_features, sum(layer.out_features for layer in layers)),
         )
         for layers in packs.values()
     ]
@@ -103,16 +103,16 @@ def test_times_that_are_missing_give_no_verdict():
 def test_the_rule_with_its_exclusions_is_the_fastest_of_all_choices(gpt2, gains):
     """By brute force over the shapes: no set of them in integers is faster than what the rule takes."""
     model_map, products = gpt2
-    shapes = sorted({(each.in_features, each.out_features) for each in products})
+    shapes = sorted({(entry.in_features, entry.out_features) for entry in products})
     gain_of = dict(zip(shapes, gains, strict=True))
-    times = [each for s in shapes for each in times_of(s, (10 - gain_of[s], 50), (10, 50))]
+    times = [time for s in shapes for time in times_of(s, (10 - gain_of[s], 50), (10, 50))]
     choice = auto_min_dim(model_map, products, times, decode_weight=1)
     plan = choose(model_map, min_dim=choice.min_dim, exclude=tuple(choice.excluded))
     taken = {layer.name for layer in plan.layers if layer.quantized}
 
     def gain(names):
         return sum(
-            gain_of[each.in_features, each.out_features] for each in products if set(each.layers) <= names
+            gain_of[entry.in_features, entry.out_features] for entry in products if set(entry.layers) <= names
         )
 
     names_of = {
@@ -125,7 +125,7 @@ def test_the_rule_with_its_exclusions_is_the_fastest_of_all_choices(gpt2, gains)
 def test_what_loses_is_excluded_with_both_times(gpt2):
     model_map, products = gpt2
     times = []
-    for shape in {(each.in_features, each.out_features) for each in products}:
+    for shape in {(entry.in_features, entry.out_features) for entry in products}:
         loses = shape == (768, 768)
         times += times_of(shape, (41, 900) if loses else (20, 500), (35, 800))
     choice = auto_min_dim(model_map, products, times)
@@ -142,7 +142,7 @@ def test_what_loses_is_excluded_with_both_times(gpt2):
 def test_small_losers_are_under_the_size_and_need_no_exclusion(gpt2):
     model_map, products = gpt2
     times = []
-    for shape in {(each.in_features, each.out_features) for each in products}:
+    for shape in {(entry.in_features, entry.out_features) for entry in products}:
         times += times_of(shape, (50, 500) if max(shape) < 3000 else (20, 500), (35, 800))
     choice = auto_min_dim(model_map, products, times)
     assert (choice.min_dim, dict(choice.excluded)) == (3072, {})
@@ -152,9 +152,9 @@ def test_small_losers_are_under_the_size_and_need_no_exclusion(gpt2):
 def test_where_float_always_wins_nothing_is_quantized(gpt2):
     model_map, products = gpt2
     times = [
-        each
-        for shape in {(each.in_features, each.out_features) for each in products}
-        for each in times_of(shape, (9, 9), (3, 3))
+        time
+        for shape in {(entry.in_features, entry.out_features) for entry in products}
+        for time in times_of(shape, (9, 9), (3, 3))
     ]
     choice = auto_min_dim(model_map, products, times)
     assert choose(model_map, min_dim=choice.min_dim).projections.quantized == 0
@@ -172,6 +172,6 @@ def test_what_was_not_measured_is_quantized_and_named(gpt2):
 def test_projections_that_the_user_left_out_have_no_say(gpt2):
     """Only the up-projections are asked for: their size is the rule, whatever the small ones would say."""
     model_map, products = gpt2
-    asked = [each for each in products if each.out_features == 3072]
-    choice = auto_min_dim(model_map, asked, times_of((768, 3072), (20, 500), (35, 800)))
+    ups = [entry for entry in products if entry.out_features == 3072]
+    choice = auto_min_dim(model_map, ups, times_of((768, 3072), (20, 500), (35, 800)))
     assert (choice.min_dim, dict(choice.excluded), choice.notes) == (3072, {}, ())

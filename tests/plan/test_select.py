@@ -165,7 +165,7 @@ def test_the_plan_does_not_depend_on_fusing():
         fused, layers=tuple(dataclasses.replace(layer, matrix=layer.name) for layer in fused.layers)
     )
     for min_dim in (1, 3072, 3073, 8192, 8193):
-        plans = [choose(each, min_dim=min_dim) for each in (fused, unfused)]
+        plans = [choose(model, min_dim=min_dim) for model in (fused, unfused)]
         assert [layer.quantized for layer in plans[0].layers] == [
             layer.quantized for layer in plans[1].layers
         ]

@@ -103,7 +103,7 @@ def test_an_encoder_is_judged_by_where_its_states_point() -> None:
     )  # fmt: skip
     run = ProviderRun(provider="cpu", outcome="ran", accuracy=accuracy)
     environment = Environment(processor="p", num_cores=2, python="3", platform="l", versions={})
-    made = rerun_json(
+    document = rerun_json(
         {"artifact": "out", "model": "m", "scheme": "s"},
         providers=(run,),
         threads=1,
@@ -111,7 +111,7 @@ def test_an_encoder_is_judged_by_where_its_states_point() -> None:
         strict=False,
         notes=(),
     )
-    table = providers_page(made).tables[1]
+    table = providers_page(document).tables[1]
     assert table.columns == ("provider", "tokens", "lowest cosine", "largest error")
     assert table.rows == (("cpu", "64", "0.99951", "1.00%"),)
 
@@ -131,7 +131,7 @@ def test_a_time_says_whose_it_is(mac_fraction: float | None, unplaced: tuple, wo
     )
     run = ProviderRun(provider="qnn", outcome="ran", placement=placement)
     environment = Environment(processor="p", num_cores=2, python="3", platform="l", versions={})
-    made = rerun_json(
+    document = rerun_json(
         {"artifact": "out", "model": "m", "scheme": "s"},
         providers=(run,),
         threads=1,
@@ -139,4 +139,4 @@ def test_a_time_says_whose_it_is(mac_fraction: float | None, unplaced: tuple, wo
         strict=False,
         notes=(),
     )
-    assert providers_page(made).tables[0].rows[0][1] == words
+    assert providers_page(document).tables[0].rows[0][1] == words
