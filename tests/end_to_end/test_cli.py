@@ -76,7 +76,7 @@ def test_a_machine_of_ones_own(tmp_path):
     assert fit["dtype"] == "int8"
     assert fit["time_us"] >= 2 * head["macs"] / 13e12 * 1e6
     mine.write_text(example.replace('"memory_gb"', '"memory"'))
-    assert "lacks memory_gb" in refused(*asked, str(mine))
+    assert "missing: memory_gb" in refused(*asked, str(mine))
     mine.write_text("{")
     assert "docs/specification.md shows one" in refused(*asked, str(mine))
     assert "No such file" in refused(*asked, str(tmp_path / "none.json"))
