@@ -22,6 +22,7 @@ from quantkit.errors import InputError
 from quantkit.runtime.graph import (
     PAST,
     PRESENT,
+    TYPES,
     Floats,
     Ints,
     Kind,
@@ -29,12 +30,6 @@ from quantkit.runtime.graph import (
     open_model_file,
     threads_of,
 )
-
-CACHE_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +132,7 @@ def decoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> 
         vocab_size=int(next(widths, 0)),
         folder=folder,
         metadata=metadata,
-        cache_type=CACHE_TYPES[inputs[caches[0][0]].type] if caches else np.float32,
+        cache_type=TYPES[inputs[caches[0][0]].type] if caches else np.float32,
     )
 
 

@@ -17,8 +17,16 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.graph import Floats, Ints, Kind, NotTextError, metadata_of, open_model_file, threads_of
-from quantkit.runtime.providers.placement import TYPES
+from quantkit.runtime.graph import (
+    TYPES,
+    Floats,
+    Ints,
+    Kind,
+    NotTextError,
+    metadata_of,
+    open_model_file,
+    threads_of,
+)
 
 ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions
 FLOAT_BYTES = 4

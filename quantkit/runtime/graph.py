@@ -21,6 +21,12 @@ MODEL_FILE = "model.onnx"
 PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"  # of a decoder whose shapes are fixed
 ENCODER_FILE = "encoder_model.onnx"
 PAST, PRESENT = "past_key_values", "present"
+TYPES: dict[str, Any] = {
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
+    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
+    "tensor(int8)": np.int8, "tensor(uint8)": np.uint8, "tensor(int16)": np.int16,
+    "tensor(uint16)": np.uint16,
+}  # fmt: skip
 
 
 class NotTextError(InputError):

@@ -26,6 +26,7 @@ from quantkit.runtime.graph import (
     PAST,
     PRESENT,
     PROMPT_FILE,
+    TYPES,
     Floats,
     Ints,
     Kind,
@@ -34,7 +35,6 @@ from quantkit.runtime.graph import (
 )
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.providers import compiled
-from quantkit.runtime.providers.placement import TYPES
 from quantkit.runtime.providers.status import provider_status
 from quantkit.runtime.providers.table import PROVIDERS, open_on
 

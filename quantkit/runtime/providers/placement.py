@@ -30,6 +30,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from quantkit.runtime.graph import TYPES
 from quantkit.runtime.providers.table import Provider, open_on
 
 
@@ -66,12 +67,6 @@ class Placement:
 
 RECORD = "session.record_ep_graph_assignment_info"
 NUM_TOKENS = 8  # of the text that the CPU reads once to tell all shapes, where the graph leaves that free
-TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
-    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
-    "tensor(int8)": np.int8, "tensor(uint8)": np.uint8, "tensor(int16)": np.int16,
-    "tensor(uint16)": np.uint16,
-}  # fmt: skip
 # A plain product: every output value is a sum over the rows of the second factor.
 PRODUCTS = frozenset(
     (

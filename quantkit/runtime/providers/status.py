@@ -40,27 +40,22 @@ class ProviderStatus:
 
 
 def available_providers() -> tuple[ProviderStatus, ...]:
-    """The status of every row of `PROVIDERS`, in its order; nothing that fails here raises."""
+    """The status of every row of `PROVIDERS`, in its order."""
+    return tuple(provider_status(name) for name in PROVIDERS)
+
+
+def provider_status(name: str) -> ProviderStatus:
+    """The status of one provider, for which no other vendor's library is loaded; never raises."""
+    reason = "onnxruntime does not import ({}): pip install --force-reinstall onnxruntime"
     try:
         import onnxruntime
 
         built_in = tuple(onnxruntime.get_available_providers())
+        reason = "{}"
+        return _status(PROVIDERS[name], onnxruntime, built_in)
     except Exception as error:  # a damaged wheel can fail in any way
-        reason = f"onnxruntime does not import ({one_line(error)}): pip install --force-reinstall onnxruntime"
-        return tuple(
-            ProviderStatus(name=name, usable=False, installed=False, why_not=reason) for name in PROVIDERS
-        )
-    return tuple(_status(provider, onnxruntime, built_in) for provider in PROVIDERS.values())
-
-
-def provider_status(name: str) -> ProviderStatus:
-    """The status of one row alone, so that no other vendor's library is loaded."""
-    try:
-        import onnxruntime
-
-        return _status(PROVIDERS[name], onnxruntime, tuple(onnxruntime.get_available_providers()))
-    except Exception as error:  # a damaged wheel can fail in any way
-        return ProviderStatus(name=name, usable=False, installed=False, why_not=one_line(error))
+        why_not = reason.format(one_line(error))
+        return ProviderStatus(name=name, usable=False, installed=False, why_not=why_not)
 
 
 def _status(provider: Provider, onnxruntime: ModuleType, built_in: tuple[str, ...]) -> ProviderStatus:
