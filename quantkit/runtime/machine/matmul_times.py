@@ -17,15 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
-import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -33,8 +29,8 @@ import onnxruntime
 from quantkit.model.model_map import to_json
 from quantkit.plan.min_dim import FLOAT, Product, ShapeTime
 from quantkit.runtime.graph import open_graph
+from quantkit.runtime.machine.cache import Key, machine_key, read_measured, write_measured
 from quantkit.runtime.machine.facts import read_memory
-from quantkit.runtime.machine.throughput import cache_folder, machine_key
 
 CACHE_INDEX = Path("/sys/devices/system/cpu/cpu0/cache")
 USUAL_CACHE_BYTES = 32 << 20
@@ -97,7 +93,7 @@ def measure_products(
         if fits and not all(label in known for label in labels.values()):
             for each in _measure_shape(first, copies, build=build, settings=settings):
                 known[labels[each.format_name, each.rows]] = each
-            write_times(key, known)
+            write_measured("shapes", key, to_json(known))
         made += [known[label] for label in labels.values() if label in known]
         progress(1)
     return tuple(made)
@@ -211,36 +207,15 @@ def _runner(
     return run
 
 
-def _cache_path(key: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"shapes-{digest[:16]}.json"
-
-
-def read_times(key: Mapping[str, Any]) -> dict[str, ShapeTime]:
+def read_times(key: Key) -> dict[str, ShapeTime]:
     """Times kept for this machine, by label; none where there are none or the file is damaged."""
     try:
-        content = json.loads(_cache_path(key).read_text(encoding="utf-8"))
-        times = {str(label): ShapeTime(**values) for label, values in content["times"].items()}
+        kept = (read_measured("shapes", key) or {}).items()
+        times = {str(label): ShapeTime(**values) for label, values in kept}
         figures = [
-            figure for each in times.values() for figure in (each.median_us, each.spread_us, each.runs)
+            figure for time in times.values() for figure in (time.median_us, time.spread_us, time.runs)
         ]
         is_sound = all(math.isfinite(figure) and figure >= 0 for figure in figures)
-        is_same_machine = content["key"] == dict(key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (TypeError, AttributeError):
         return {}
-    return times if is_same_machine and is_sound else {}
-
-
-def write_times(key: Mapping[str, Any], times: Mapping[str, ShapeTime]) -> bool:
-    """Keep times, replacing the file at once; False when the folder cannot be written."""
-    path = _cache_path(key)
-    text = json.dumps({"key": dict(key), "times": to_json(dict(times))}, indent=1) + "\n"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        return False
-    return True
+    return times if is_sound else {}

@@ -16,25 +16,18 @@ A measurement takes about three seconds and is cached for the same processor, on
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.metadata
-import json
 import math
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-import quantkit
 from quantkit.model.model_map import to_json
-from quantkit.runtime.machine.checks import onnxruntime_wheels
+from quantkit.runtime.machine.cache import Key, read_measured, write_measured
 from quantkit.runtime.machine.facts import read_cpu, read_memory
 
 BUFFER_BYTES = 256 << 20  # several times the last-level cache of a desktop or a small server
@@ -112,80 +105,25 @@ def measure_throughput(
     )
 
 
-def median_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
-    """How fast memory is read just now, as a median of some runs."""
-    num_bytes, timing = _time_reading(num_threads, seconds)
-    return num_bytes / timing.median_ms / 1e6
-
-
-def read_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
-    """The fastest that memory was read just now: what no model on these threads can beat by much."""
-    num_bytes, timing = _time_reading(num_threads, seconds)
-    return num_bytes / timing.fastest_ms / 1e6
-
-
-def _time_reading(num_threads: int, seconds: float) -> tuple[int, Timing]:
+def read_bandwidth_gb_per_s(
+    num_threads: int, *, seconds: float = 0.5, of: Literal["fastest", "median"] = "fastest"
+) -> float:
+    """Memory bandwidth of the fastest read, which no model on these threads beats by much, or the median."""
     num_bytes = _buffer_bytes(num_threads, read_memory().available_bytes)
-    return num_bytes, _time_read(num_bytes, num_threads, seconds)
+    timing = _time_read(num_bytes, num_threads, seconds)
+    return num_bytes / (timing.fastest_ms if of == "fastest" else timing.median_ms) / 1e6
 
 
-def machine_key() -> dict[str, str | int]:
-    """What a measurement depends on: another value of any of these asks for a new one."""
-    cpu = read_cpu()
-    wheels = onnxruntime_wheels(importlib.metadata.distributions())
-    return {
-        "cpu": cpu.model,
-        "logical_cores": cpu.logical_cores,
-        "num_threads": cpu.num_threads,
-        "onnxruntime": ", ".join(f"{name} {version}" for name, version in sorted(wheels.items())),
-        "quantkit": quantkit.__version__,
-    }
-
-
-def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """$QUANTKIT_CACHE, else $XDG_CACHE_HOME/quantkit, else ~/.cache/quantkit."""
-    variables = os.environ if environment is None else environment
-    if variables.get("QUANTKIT_CACHE"):
-        return Path(variables["QUANTKIT_CACHE"]).expanduser()
-    xdg = Path(variables.get("XDG_CACHE_HOME", ""))  # a relative one is to be ignored, says its specification
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "quantkit"
-
-
-def cache_path(key: Mapping[str, str | int]) -> Path:
-    """The file that holds the measurement of this key."""
-    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"machine-{digest[:16]}.json"
-
-
-def read_cache(key: Mapping[str, str | int]) -> Throughput | None:
-    """The cached measurement, or None when there is none or it is damaged: measuring again costs seconds."""
+def read_cache(key: Key) -> Throughput | None:
+    """The cached measurement, or None where there is none or it is damaged: measuring again costs seconds."""
     try:
-        content = json.loads(cache_path(key).read_text(encoding="utf-8"))
-        throughput = _from_json(content["throughput"])
-        is_same_machine = content["key"] == dict(key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _from_json(read_measured("machine", key))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return throughput if is_same_machine else None
 
 
-def write_cache(key: Mapping[str, str | int], throughput: Throughput) -> bool:
-    """Keep a measurement, replacing the file at once; False when the folder cannot be written."""
-    path = cache_path(key)
-    text = json.dumps({"key": dict(key), "throughput": to_json(throughput)}, indent=2) + "\n"
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(text)
-        Path(temporary).replace(path)
-    except OSError:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        return False
-    return True
+def write_cache(key: Key, throughput: Throughput) -> bool:
+    return write_measured("machine", key, to_json(throughput))
 
 
 def _from_json(values: Any) -> Throughput:

@@ -23,7 +23,7 @@ from typing import Any
 import onnxruntime
 import psutil
 
-from quantkit.runtime.machine.throughput import cache_folder
+from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.providers.table import Provider, device_of, one_line, open_on, options_of, version_of
 
 FOLDER = "compiled"
