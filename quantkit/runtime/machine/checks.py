@@ -15,7 +15,7 @@ from typing import Literal
 from quantkit.runtime.providers.status import ProviderStatus
 from quantkit.runtime.providers.table import PROVIDERS
 
-# Distributions that put a package named `onnxruntime` in place; two of them overwrite each other's files.
+# Distributions that install a package named `onnxruntime`; two of them overwrite each other's files.
 ONNXRUNTIME_WHEELS = frozenset(
     f"onnxruntime{variant}"
     for variant in (
@@ -33,7 +33,7 @@ _PLUGIN_INSTEAD = {
 }
 
 QUANTKIT = "quantkit-onnx"
-# Whose requirements are checked, how bad a broken one is, and the way out besides installing what is asked.
+# Distributions whose requirements are checked: status of a broken one, and the cure besides installing it.
 REQUIREMENT_OWNERS: dict[str, tuple[Literal["warning", "problem"], str]] = {
     QUANTKIT: ("problem", ""),
     "transformers": ("problem", ""),
@@ -58,7 +58,7 @@ PACKAGES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One finding; `cure` is the command that changes it, and may be empty when all is well."""
+    """One finding; `cure` is the command that mends it, and may be empty where the status is ok."""
 
     name: str
     status: Literal["ok", "warning", "problem"]
@@ -84,7 +84,7 @@ def normalised(name: str) -> str:
 
 
 def installed_versions(distributions: Iterable[Distribution]) -> dict[str, str]:
-    """Normalised name -> version; where two lie on the path, the first is the one that Python imports."""
+    """Normalised name -> version; of two on the path the first is the one that Python imports."""
     versions: dict[str, str] = {}
     for distribution in distributions:
         name = distribution.metadata["Name"]
@@ -94,7 +94,7 @@ def installed_versions(distributions: Iterable[Distribution]) -> dict[str, str]:
 
 
 def onnxruntime_wheels(distributions: Iterable[Distribution]) -> dict[str, str]:
-    """The distributions, with their versions, that put a package named `onnxruntime` in place."""
+    """Name -> version of the distributions that install a package named `onnxruntime`."""
     wheels: dict[str, str] = {}
     for distribution in distributions:
         name = normalised(distribution.metadata["Name"] or "")
@@ -188,7 +188,7 @@ def base_version(version: str) -> str:
 
 
 def check_cpu(features: Mapping[str, bool | None]) -> Check:
-    """Whether the processor has the instructions that make INT8 fast, and exact."""
+    """Whether the processor has instructions that make INT8 fast, and exact."""
     name = "cpu-int8"
     fast = [key for key in ("AVX512_VNNI", "AVX_VNNI", "AMX_INT8", "DOTPROD", "I8MM") if features.get(key)]
     if fast:
@@ -211,7 +211,7 @@ def check_cpu(features: Mapping[str, bool | None]) -> Check:
 
 
 def check_cores(logical_cores: int, usable_cores: float) -> Check:
-    """A container that may use fewer cores than it sees runs slower with one thread for each it sees."""
+    """More threads than usable cores slow each other down."""
     name = "cpu-cores"
     if usable_cores == logical_cores:
         return ok(name, f"all {logical_cores} logical cores may be used")
@@ -225,7 +225,6 @@ def check_cores(logical_cores: int, usable_cores: float) -> Check:
 
 
 def check_memory(available_bytes: int) -> Check:
-    """Memory for the weights: FP32 takes 4 GB for each billion parameters."""
     available = f"{available_bytes / 1e9:.1f} GB of memory are available"
     if available_bytes >= 4e9:
         return ok("memory", available)
@@ -248,13 +247,13 @@ def check_disk(free_bytes: int, folder: str) -> Check:
     )
 
 
-# How plugins refuse an onnxruntime that lacks their interface: its own words, QNN's, and WebGPU's.
+# Errors of plugins that need a newer onnxruntime: onnxruntime's own, QNN's, and WebGPU's.
 TOO_OLD = ("API version", "requires ORT >=", "minimum required version")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What decides whether a provider can find a device."""
+    """Facts that decide whether a provider can find a device."""
 
     cpu_model: str
     has_nvidia_driver: bool
@@ -264,7 +263,7 @@ class Hardware:
 
 
 def why_no_device(name: str, hardware: Hardware) -> tuple[str, str] | None:
-    """(what is missing, the cure) where the machine tells."""
+    """(missing hardware or driver, the cure), or None where the machine gives no reason."""
     if name in ("cuda", "tensorrt", "nv-tensorrt-rtx") and not hardware.has_nvidia_driver:
         return (
             "no NVIDIA driver is loaded",
@@ -289,7 +288,7 @@ def why_no_device(name: str, hardware: Hardware) -> tuple[str, str] | None:
 
 
 def check_provider(status: ProviderStatus, hardware: Hardware | None = None) -> Check | None:
-    """A provider that is installed should work; one that is not installed is no finding, except the CPU's."""
+    """An installed provider should work; only the CPU's must be installed."""
     name = f"provider-{status.name}"
     if status.usable:
         return ok(name, f"{status.name} works: {', '.join(status.devices) or 'device not named'}")
@@ -312,7 +311,7 @@ def check_provider(status: ProviderStatus, hardware: Hardware | None = None) -> 
 
 
 def check_hub(environment: Mapping[str, str]) -> Check:
-    """Whether Hub names can be resolved at all; offline is a choice, not a fault."""
+    """Whether Hub names are looked up online; offline is a choice, not a fault."""
     offline = [
         key
         for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

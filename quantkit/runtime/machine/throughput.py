@@ -1,11 +1,11 @@
-"""What the running machine reaches: read bandwidth, FP32 and INT8 arithmetic, the cost of starting a node.
+"""Throughput of this machine: read bandwidth, FP32 and INT8 arithmetic, the cost of starting a node.
 
-The machine table holds peaks; these figures are what onnxruntime's own kernels reach here, which is what a
-roofline for `--device this` should be drawn with. Each is the median of repeated runs after a warm-up, kept
-with its spread. Bandwidth is read by numpy: a plain sum keeps up with memory, and numpy releases the GIL, so
-that one thread for each core reads a part of its own.
+The machine table holds peaks; these figures are those of onnxruntime's kernels on this machine, for the
+roofline of `--device this`. Each is the median of repeated runs after a warm-up, kept with its spread.
+Bandwidth is read by numpy: a plain sum keeps up with memory, and numpy releases the GIL, so that one thread
+for each core reads a part of its own.
 
-The models come in as bytes, since building ONNX is the exporter's business:
+The export room builds the models, so they are passed as bytes:
 
     models = quantkit.export.probes.build_probe_models()
     measured = measure_throughput(**{field.name: getattr(models, field.name) for field in fields(models)})
@@ -36,8 +36,6 @@ BUFFER_BYTES_PER_THREAD = 32 << 20  # the cache of large servers grows with thei
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Repeated runs of one thing."""
-
     num_samples: int
     median_ms: float
     fastest_ms: float
@@ -46,7 +44,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """What was measured; 1 GB = 1e9 bytes, 1 tera-op = 1e12 operations a second, a MAC counted as 2."""
+    """Measured throughput; 1 GB = 1e9 bytes, 1 tera-op = 1e12 operations a second, a MAC counts as 2."""
 
     bandwidth_gb_per_s: float  # reading
     fp32_tera_ops: float
@@ -60,7 +58,7 @@ class Throughput:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the typical run was far slower than the fastest: something else was using the machine."""
+        """Whether the typical run was far slower than the fastest: other programs used the machine."""
         return any(timing.median_ms > 1.5 * timing.fastest_ms for timing in self.timings.values())
 
 
@@ -75,7 +73,7 @@ def measure_throughput(
     num_threads: int | None = None,
     seconds: float = 2.5,
 ) -> Throughput:
-    """Measure this machine for about `seconds`, setting up aside, with one thread for each usable core."""
+    """Measure for about `seconds` plus set-up, with one thread for each usable core."""
     threads = num_threads or read_cpu().num_threads
     share = seconds / 5
     buffer_bytes = _buffer_bytes(threads, read_memory().available_bytes)
@@ -127,7 +125,7 @@ def write_cache(key: Key, throughput: Throughput) -> bool:
 
 
 def _from_json(values: Any) -> Throughput:
-    """The record that was written, or an exception when a figure is missing or impossible."""
+    """The record, or an exception where a figure is missing or impossible."""
     names = {field.name for field in dataclasses.fields(Throughput)}
     if set(values) != names:
         raise ValueError("fields differ")
@@ -160,7 +158,7 @@ def _time_model(model: bytes, num_threads: int, seconds: float, *, optimise: boo
 
 
 def _time_read(buffer_bytes: int, num_threads: int, seconds: float) -> Timing:
-    """Sum a buffer of ones, each thread its own part; the sums are checked, so nothing can be skipped."""
+    """Sum a buffer of ones, each thread its own part; the sums are checked, so that no read is skipped."""
     num_values = buffer_bytes // 8 // num_threads
     with ThreadPoolExecutor(num_threads) as pool:
         parts = list(pool.map(lambda _: np.ones(num_values), range(num_threads)))
@@ -191,6 +189,6 @@ def _time(run: Callable[[], object], seconds: float) -> Timing:
 
 
 def _buffer_bytes(num_threads: int, available_bytes: int) -> int:
-    """Well beyond the caches, at most a quarter of the free memory, the same whole part for each thread."""
-    wanted = min(max(BUFFER_BYTES, BUFFER_BYTES_PER_THREAD * num_threads), available_bytes // 4)
-    return wanted // (8 * num_threads) * (8 * num_threads)
+    """Well beyond the caches, at most a quarter of the free memory, a multiple of 8 bytes a thread."""
+    num_bytes = min(max(BUFFER_BYTES, BUFFER_BYTES_PER_THREAD * num_threads), available_bytes // 4)
+    return num_bytes // (8 * num_threads) * (8 * num_threads)
