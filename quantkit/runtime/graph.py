@@ -30,11 +30,11 @@ TYPES: dict[str, Any] = {
 
 
 class NotTextError(InputError):
-    """Sound files that read or write other things than text."""
+    """Sound files whose inputs or outputs are not text."""
 
 
 def holds_static(folder: Path) -> bool:
-    """Whether the folder is a decoder of two graphs of fixed shapes."""
+    """Whether the folder holds a decoder of two graphs of fixed shapes."""
     return (folder / PROMPT_FILE).exists() and (folder / DECODE_FILE).exists()
 
 
@@ -56,7 +56,7 @@ def open_graph(path: Path, *, threads: int | None = None, spins: bool = True) ->
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not path.exists() and (path.parent / PROMPT_FILE).exists():
         raise InputError(
-            "these are graphs of fixed shapes, which this cannot run",
+            "graphs of fixed shapes do not run here",
             where=str(path.parent),
             allowed="generate, eval, bench, report, compare and package",
             next_step="quantize with --target cpu for anything else",
@@ -85,11 +85,10 @@ def open_model_file(path: Path, *, threads: int | None = None) -> onnxruntime.In
 
 
 def metadata_of(session: onnxruntime.InferenceSession) -> dict[str, Any]:
-    """The metadata that the export wrote into the graph."""
+    """Metadata that the export wrote into the graph."""
     metadata: dict[str, Any] = json.loads(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
     return metadata
 
 
 def threads_of(session: onnxruntime.InferenceSession) -> int:
-    """Threads of one operator."""
     return int(session.get_session_options().intra_op_num_threads)

@@ -60,7 +60,7 @@ def test_what_else_a_graph_wants_is_named(tmp_path):
         inputs={**encoder.inputs, "encoder_hidden_states": ("b", "s", 32)},
         outputs=(),
     )
-    with pytest.raises(InputError, match="also wants encoder_hidden_states"):
+    with pytest.raises(InputError, match="also needs encoder_hidden_states"):
         encode(wider, IDS)
     with pytest.raises(InputError, match="no such file"):
         open_encoder(tmp_path / "absent.onnx")
