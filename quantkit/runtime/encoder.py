@@ -1,8 +1,8 @@
 """Graphs that read a whole text at once: encoders, and decoders traced without a cache.
 
-A graph is fed the inputs that it declares: token types are zeros, positions follow the padding and caches
-start empty unless the caller passes others. A graph of one fixed length reads one text at a time, which
-stands at the beginning of its places; its outputs behind the text are dropped.
+A graph is fed the inputs that it declares: token types are zeros by default, and positions follow the
+padding. A graph of one fixed length reads one text at a time, which stands at the beginning of its places;
+its outputs behind the text are dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.runtime.graph import (
@@ -80,9 +79,7 @@ def open_encoder(folder: Path, *, threads: int | None = None) -> Encoder:
 
 def encoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> Encoder:
     """An encoder on any provider."""
-    # An input with a default, such as how many positions get logits, is an initializer to onnxruntime.
-    declared = (*session.get_inputs(), *session.get_overridable_initializers())
-    inputs = {value.name: tuple(value.shape) for value in declared}
+    inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
     if "input_ids" not in inputs:
         raise NotTextError(
             "not a model that reads tokens (no input_ids)",
@@ -106,29 +103,20 @@ def encode(
     mask: Ints | None = None,
     *,
     token_types: Ints | None = None,
-    others: Mapping[str, NDArray[Any]] | None = None,
 ) -> dict[str, Floats]:
-    """Every output for a batch of texts, [batch, sequence]; `others` are further inputs by name."""
+    """Every output for a batch of texts, [batch, sequence]."""
     mask = np.ones_like(ids) if mask is None else mask
     types = np.zeros_like(ids) if token_types is None else token_types
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
     if encoder.fixed_length is not None:
-        return _encode_fixed(encoder, {"input_ids": ids, "attention_mask": mask, "token_type_ids": types})
-    feeds: dict[str, NDArray[Any]] = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "token_type_ids": types,
-        "position_ids": np.maximum(np.cumsum(mask, axis=1) - 1, 0),
-        "num_logits": np.array([ids.shape[1]], np.int64),
-        **(others or {}),
-    }
-    for name, shape in encoder.inputs.items():
-        if name.startswith("past_key_values") and name not in feeds:
-            sizes = [size if isinstance(size, int) else 0 for size in shape[1:]]
-            feeds[name] = np.zeros((len(ids), *sizes), np.float32)
+        return _encode_fixed(encoder, feeds)
+    feeds["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
     missing = [name for name in encoder.inputs if name not in feeds]
     if missing:
         raise InputError(
-            f"the graph also needs {', '.join(missing)}", where="inputs", next_step="pass them by name"
+            f"the graph also needs {', '.join(missing)}",
+            where="inputs",
+            allowed="a graph of token ids, their mask, types and positions",
         )
     declared = {name: np.ascontiguousarray(feeds[name]) for name in encoder.inputs}
     return dict(zip(encoder.outputs, encoder.session.run(None, declared), strict=True))

@@ -41,6 +41,7 @@ from quantkit.runtime.providers.table import PROVIDERS, open_on
 
 # The CPU has no products of 16-bit codes: it dequantizes weights in every run, or with this setting once.
 FOLDED_WEIGHTS = ("session.disable_quant_qdq", "1")
+NO_FALLBACK = ("session.disable_cpu_ep_fallback", "1")
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -157,39 +158,27 @@ def _settings(provider: str, threads: int | None) -> onnxruntime.SessionOptions:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     settings.intra_op_num_threads = threads or read_cpu().num_threads
-    if provider == "cpu":
-        settings.add_session_config_entry(*FOLDED_WEIGHTS)
+    settings.add_session_config_entry(*(FOLDED_WEIGHTS if provider == "cpu" else NO_FALLBACK))
     return settings
 
 
 def open_static_session(
-    model: Path,
-    *,
-    provider: str = "cpu",
-    is_strict: bool = True,
-    threads: int | None = None,
-    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    model: Path, *, provider: str = "cpu", threads: int | None = None
 ) -> onnxruntime.InferenceSession:
-    """A session on one provider; with `is_strict`, an error where a node would fall back to the CPU.
+    """A session on one provider; an error where a node would fall back to the CPU.
 
-    A provider that compiles starts from its kept graph; `report` gets a line where that no longer fits.
+    A provider that compiles starts from its kept graph, or reports why that no longer fits.
     """
-
-    def options() -> onnxruntime.SessionOptions:
-        settings = _settings(provider, threads)
-        if provider != "cpu" and is_strict:
-            settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        return settings
-
+    row = PROVIDERS[provider]
     session: onnxruntime.InferenceSession
     try:
-        if PROVIDERS[provider].keeps_compiled:
-            started = compiled.start(PROVIDERS[provider], model, options)
+        if row.keeps_compiled:
+            started = compiled.start(row, model, lambda: _settings(provider, threads))
             session = started.session
             if started.message:
-                report(started.message)
+                print(started.message, file=sys.stderr)
         else:
-            session = open_on(PROVIDERS[provider], str(model), options())
+            session = open_on(row, str(model), _settings(provider, threads))
     except Exception as error:  # onnxruntime's own exceptions share no useful base class
         raise InputError(
             f"provider '{provider}' cannot run all of it ({' '.join(str(error).split())[:300]})",

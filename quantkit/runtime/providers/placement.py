@@ -110,9 +110,7 @@ def assigned(session: onnxruntime.InferenceSession, macs: Mapping[str, int]) -> 
     return Assigned(nodes=nodes, macs=macs)
 
 
-def placement_of(
-    provider: Provider, files: Sequence[Assigned], reasons: Mapping[str, str] | None = None
-) -> Placement:
+def placement_of(provider: Provider, files: Sequence[Assigned]) -> Placement:
     """Placement of all files together."""
     nodes = [node for file in files for node in file.nodes]
     is_placed = [owner == provider.onnxruntime_name for _, _, owner in nodes]
@@ -127,9 +125,7 @@ def placement_of(
             for (operator, owner), count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         ),
         unplaced=tuple(
-            UnplacedNode(
-                operator=operator, name=name, layer=layer_of(name, operator), reason=(reasons or {}).get(name)
-            )
+            UnplacedNode(operator=operator, name=name, layer=layer_of(name, operator))
             for (name, operator, _), placed in zip(nodes, is_placed, strict=True)
             if not placed
         ),
