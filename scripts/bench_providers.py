@@ -31,8 +31,8 @@ from peers.workplace import fingerprint
 from quantkit.pipeline.write import write_float_model
 from quantkit.report.figures import bar, percent
 from quantkit.report.tables import Page, Table, to_markdown
+from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.machine.throughput import cache_folder
 from quantkit.runtime.providers.table import PROVIDERS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"

@@ -30,9 +30,9 @@ def bench(
     from quantkit.evaluation.measure import environment
     from quantkit.pipeline.artifact import load
     from quantkit.report.document import rerun_json
-    from quantkit.runtime.providers.trial import read_asked
+    from quantkit.runtime.providers.trial import read_choices
 
-    providers = read_asked(provider or (["cpu"] if strict else []))
+    providers = read_choices(provider or (["cpu"] if strict else []))
     if time_limit <= 0:
         raise InputError(f"{time_limit:g} seconds", where="--time-limit", allowed="more than 0")
     artifact = load(folder, threads=threads)

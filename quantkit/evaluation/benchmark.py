@@ -23,7 +23,7 @@ from quantkit.evaluation.reference import named_reference, original_at_hand
 from quantkit.progress import Progress
 from quantkit.recipe import override
 from quantkit.runtime.providers.placement import PlacedOperator, Placement, UnplacedNode
-from quantkit.runtime.providers.trial import Asked, try_provider
+from quantkit.runtime.providers.trial import ProviderChoice, try_provider
 
 # Few texts, since an emulator takes seconds for each.
 COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
@@ -53,7 +53,7 @@ def benchmark(artifact: OpenArtifact, *, progress: Progress) -> Benchmark:
 
 
 def benchmark_providers(
-    artifact: OpenArtifact, asked: Sequence[Asked], *, time_limit: float, progress: Progress
+    artifact: OpenArtifact, asked: Sequence[ProviderChoice], *, time_limit: float, progress: Progress
 ) -> tuple[tuple[ProviderRun, ...], tuple[str, ...]]:
     """(a row for each provider, notes); each in a process of its own, so none can end the others."""
     notes: list[str] = []
@@ -117,7 +117,9 @@ def _compared(
     return texts_WS, outputs if outputs.ndim > 2 else outputs[:, None], words  # one answer a text: one place
 
 
-def _provider_run(asked: Asked, trial: Mapping[str, Any], accuracy: ProviderAccuracy | None) -> ProviderRun:
+def _provider_run(
+    asked: ProviderChoice, trial: Mapping[str, Any], accuracy: ProviderAccuracy | None
+) -> ProviderRun:
     """The record of what a trial printed."""
     placed = trial.get("placement")
     return ProviderRun(

@@ -1,4 +1,4 @@
-"""Timing and opening of artifacts under measurement."""
+"""Sessions under measurement: how they are opened and timed, and the bytes that a token reads."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from quantkit.report.document import Report
 from quantkit.report.stored import read_report
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.providers.trial import Asked
+from quantkit.runtime.providers.trial import ProviderChoice
 from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import Text, open_text
 
@@ -155,7 +155,7 @@ class Artifact:
 
     def benchmark_providers(
         self,
-        providers: Sequence[Asked],
+        providers: Sequence[ProviderChoice],
         *,
         prompt: int | None = None,
         decode: int | None = None,

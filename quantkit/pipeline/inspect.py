@@ -127,9 +127,10 @@ def measure_this_machine() -> Machine:
     """Throughput of this machine, measured once for this processor and these versions, then cached."""
     from quantkit.export.probes import build_probe_models
     from quantkit.runtime.machine import throughput
+    from quantkit.runtime.machine.cache import machine_key
     from quantkit.runtime.machine.facts import read_cpu, read_memory
 
-    key = throughput.machine_key()
+    key = machine_key()
     measured = throughput.read_cache(key)
     if measured is None:
         models = build_probe_models()

@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.model.load import Source, open_source
-from quantkit.runtime.machine.throughput import cache_folder
+from quantkit.runtime.machine.cache import cache_folder
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from quantkit.quantization.transforms import TRANSFORMS, Transform
 from quantkit.quantization.transforms.alpha import Smoothing, search_alpha
 from quantkit.quantization.transforms.smoothquant import Rule, smoothable
 from quantkit.quantization.transforms.spaces import spaces_of
-from quantkit.runtime.machine.throughput import cache_folder
+from quantkit.runtime.machine.cache import cache_folder
 
 SEARCHED_ROWS = 256  # of a space's input, for the strength of smoothing
 BATCH = 4  # windows that run at once

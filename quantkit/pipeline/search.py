@@ -41,7 +41,7 @@ from quantkit.quantization.search import Budget, Candidate, Loss, Search, Search
 from quantkit.quantization.sensitivity import format_named, measure_sensitivity
 from quantkit.recipe import Budget as RecipeBudget
 from quantkit.recipe import Recipe, override
-from quantkit.runtime.machine.throughput import cache_folder
+from quantkit.runtime.machine.cache import cache_folder
 
 SEARCHED = ("int8_block32", "int8_block128", "int4_block32", "int4_block64", "int4_block128")
 TABLE_TOKENS = 1024  # on which every pack and format is tried

@@ -1,9 +1,8 @@
-"""A decoder in onnxruntime with its key-value cache in place: bound once, written by every step.
+"""Fused decoder in onnxruntime with its KV cache in place: bound once, written by every step.
 
-Past and present of each layer are the same buffer, as long as the context allows, so that a step moves
-the new token's keys and values and nothing else. Rows of a batch have lengths of their own: shorter prompts
-are padded on the right, and what follows takes the place of the padding, so that a row of a batch sums over
-the same numbers in the same order as a row alone.
+Past and present of each layer are one buffer, so that a step writes the keys and values of the new token and
+nothing else. Rows of a batch have their own lengths: shorter prompts are padded on the right, and new tokens
+take the place of the padding. So a row of a batch sums the same numbers in the same order as a row alone.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from quantkit.errors import InputError
 from quantkit.runtime.graph import (
     PAST,
     PRESENT,
+    TYPES,
     Floats,
     Ints,
     Kind,
@@ -30,17 +30,9 @@ from quantkit.runtime.graph import (
     threads_of,
 )
 
-CACHE_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
-}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """An open fused decoder."""
-
     session: onnxruntime.InferenceSession
     caches: tuple[tuple[str, str, int, int], ...]  # past name, present name, heads, head size
     context: int
@@ -48,7 +40,7 @@ class Decoder:
     folder: Path = Path()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     cache_type: Any = np.float32  # int8 where the cache was quantized too
-    spare: list[NDArray[Any]] = field(default_factory=list)  # memory of caches that are no longer used
+    spare: list[NDArray[Any]] = field(default_factory=list)  # memory of earlier batches
     kind: ClassVar[Kind] = "decoder"
     generates: ClassVar[bool] = True
     reads_and_answers: ClassVar[bool] = False
@@ -69,17 +61,16 @@ class Decoder:
         Rows may be padded on either side where `mask` is 0; logits of padding mean nothing.
         """
         length = ids.shape[1]
-        shown = np.ones(ids.shape, np.int64) if mask is None else mask.astype(np.int64)
+        mask = np.ones(ids.shape, np.int64) if mask is None else mask.astype(np.int64)
         if length < self.context:
-            ids, shown = with_even_count(ids, shown)
-        logits: Floats = self.session.run(["logits"], _feeds(self, ids, shown, ids.shape[1]))[0]
+            ids, mask = with_even_count(ids, mask)
+        logits: Floats = self.session.run(["logits"], _feeds(self, ids, mask, ids.shape[1]))[0]
         return logits[:, :length]
 
     def answer_logits(self, encoder_ids: Ints, ids: Ints) -> Floats:
         raise AssertionError("no encoder reads before this decoder")
 
     def begin(self, prompts: Sequence[Sequence[int]], num_new: int) -> DecoderBatch:
-        """Caches for a batch of prompts and `num_new` tokens after each."""
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int64)
         mask = np.zeros_like(ids)
@@ -92,7 +83,7 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderBatch:
-    """Prompts of unequal length, padded on the right, with the caches that they fill."""
+    """Prompts of unequal length, padded on the right, and their caches."""
 
     state: State
     ids: Ints
@@ -106,7 +97,6 @@ class DecoderBatch:
 
 
 def open_decoder(folder: Path, *, threads: int | None = None) -> Decoder:
-    """Open an artifact's fused decoder."""
     session = open_model_file(folder, threads=threads)
     inputs, outputs = (
         {value.name for value in values} for values in (session.get_inputs(), session.get_outputs())
@@ -121,7 +111,7 @@ def open_decoder(folder: Path, *, threads: int | None = None) -> Decoder:
 
 
 def decoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> Decoder:
-    """A decoder from a session on any provider; `caches` stay empty where the graph is no decoder."""
+    """A decoder on any provider; `caches` stay empty where the graph is no decoder."""
     inputs = {value.name: value for value in session.get_inputs()}
     caches = tuple(
         (name, name.replace(PAST, PRESENT), int(value.shape[1]), int(value.shape[3]))
@@ -137,29 +127,29 @@ def decoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> 
         vocab_size=int(next(widths, 0)),
         folder=folder,
         metadata=metadata,
-        cache_type=CACHE_TYPES[inputs[caches[0][0]].type] if caches else np.float32,
+        cache_type=TYPES[inputs[caches[0][0]].type] if caches else np.float32,
     )
 
 
 @dataclass(kw_only=True, slots=True, weakref_slot=True)
 class State:
-    """The caches of one batch, and how much of them is filled."""
+    """The caches of one batch, and how far they are filled."""
 
     decoder: Decoder
     binding: Any
     buffers: list[Any]
-    mask: Ints  # [batch, capacity]: 0 where nothing is, or padding
+    mask: Ints  # [batch, capacity]: 0 at padding and at places not filled
     lengths: list[int]  # of each row: places filled, padding on the left included
     positions: list[int]  # of each row's next token
     capacity: int
     logits: Floats  # [batch, vocabulary] of the last tokens, written by every run
-    token: Ints  # [batch, 1], bound with its position and the whole mask from one single token to the next
+    token: Ints  # [batch, 1], bound with its position and the whole mask between single tokens
     place: Ints
     is_token_bound: bool = False
 
 
 def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
-    """Empty caches for a batch; more than the model's context is refused."""
+    """Empty caches for a batch."""
     if capacity > decoder.context:
         raise InputError(
             f"{capacity} tokens of prompt and answer are more than the model's context",
@@ -179,7 +169,7 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
         binding.bind_ortvalue_output(present, buffer)
         buffers.append(buffer)
     logits = np.empty((batch, decoder.vocab_size), np.float32)
-    if decoder.vocab_size:  # else these are blocks without a head
+    if decoder.vocab_size:  # 0: blocks without a head
         binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits[:, None]))
     state = State(
         decoder=decoder,
@@ -198,13 +188,13 @@ def start(decoder: Decoder, *, batch: int, capacity: int) -> State:
 
 
 def _take_memory(decoder: Decoder, size: int) -> NDArray[Any]:
-    """Memory for all layers of one batch, used before if possible: fresh pages cost a prompt more than zeros.
+    """Memory for all layers of one batch, of an earlier batch if possible: fresh pages cost time.
 
-    One array, since numpy asks for large pages under large arrays only. What an earlier text left in it is
-    never read, because the lengths say how much of a cache is filled.
+    It is one array, since numpy asks for large pages under large arrays only. Values of an earlier text in it
+    are never read, because the lengths bound the filled part of a cache.
     """
     decoder.spare.sort(key=len)
-    fitting = next((number for number, each in enumerate(decoder.spare) if len(each) >= size), None)
+    fitting = next((number for number, memory in enumerate(decoder.spare) if len(memory) >= size), None)
     if fitting is not None:
         return decoder.spare.pop(fitting)
     decoder.spare.clear()  # all too small; the next one serves them too
@@ -214,7 +204,7 @@ def _take_memory(decoder: Decoder, size: int) -> NDArray[Any]:
 
 
 def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
-    """Feed tokens [batch, n]; logits of each row's last one, which the next step overwrites.
+    """Feed tokens [batch, n]; logits of the last one of each row, which the next step overwrites.
 
     A prompt may be padded where `mask` is 0, on the right or on the left. Later tokens are appended at each
     row's own length, one at a time: onnxruntime's attention takes a later chunk for a single row only.
@@ -237,31 +227,31 @@ def step(state: State, ids: Ints, mask: Ints | None = None) -> Floats:
 
 
 def _read_prompt(state: State, ids: Ints, mask: Ints) -> Floats:
-    shown = mask.astype(np.int64)
-    assert shown.any(axis=1).all(), "a row without a token"
+    mask = mask.astype(np.int64)
+    assert mask.any(axis=1).all(), "a row without a token"
     if ids.shape[1] < state.capacity:
-        ids, shown = with_even_count(ids, shown)
+        ids, mask = with_even_count(ids, mask)
     total = ids.shape[1]
-    state.mask[:, :total] = shown
-    _run(state, ids, positions_of(shown, total), total)
-    state.lengths = (total - shown[:, ::-1].argmax(axis=1)).tolist()
-    state.positions = shown.sum(axis=1).tolist()
+    state.mask[:, :total] = mask
+    _run(state, ids, positions_of(mask, total), total)
+    state.lengths = (total - mask[:, ::-1].argmax(axis=1)).tolist()
+    state.positions = mask.sum(axis=1).tolist()
     return state.logits
 
 
 def _run(state: State, ids: Ints, positions: Ints, total: int) -> None:
-    """Tokens of every row, which fill the caches up to `total`."""
+    """Run tokens of every row, which fill the caches up to `total`."""
     _bind(state, np.ascontiguousarray(ids, np.int64), positions, np.ascontiguousarray(state.mask[:, :total]))
     state.is_token_bound = False
     state.decoder.session.run_with_iobinding(state.binding)
 
 
 def _run_token(state: State, ids: Ints) -> None:
-    """One token of every row, in as little Python as can be.
+    """One token of every row, with as little Python as possible.
 
-    The weights of a token pass through all caches, so whatever is interpreted between two tokens comes from
-    memory each time: the first numpy operation of a kind takes 25 us, and binding everything anew took 5% of
-    a token. So what is bound stays bound, the mask as wide as the caches, and lengths are plain integers.
+    The weights of a token flush the CPU's caches, so Python between two tokens is read from memory each time:
+    the first numpy operation of a kind takes 25 us, and binding all inputs again took 5% of a token. So
+    inputs stay bound, the mask as wide as the caches, and lengths are plain integers.
     """
     state.token[:] = ids
     for row, position in enumerate(state.positions):
@@ -277,16 +267,16 @@ def _bind(state: State, ids: Ints, positions: Ints, mask: Ints) -> None:
         state.binding.bind_cpu_input(name, values)
 
 
-def with_even_count(ids: Ints, shown: Ints) -> tuple[Ints, Ints]:
-    """The same rows, padded on the right by one where their tokens together are an odd number.
+def with_even_count(ids: Ints, mask: Ints) -> tuple[Ints, Ints]:
+    """The rows, padded on the right by one where their tokens together are an odd number.
 
-    Products over blocks of 128 and more take rows in pairs, and sum an odd last one in another order; one
-    that is rounded to another code then differs by thousandths. No token of a prompt shall be that odd one.
+    MatMuls over blocks of 128 and more take rows in pairs and sum an odd last row in another order; a value
+    that is then rounded to another code differs by thousandths. The padding takes the place of that row.
     """
     if ids.size % 2 == 0:
-        return ids, shown
-    added = ((0, 0), (0, 1))
-    return np.pad(ids, added), np.pad(shown, added)
+        return ids, mask
+    padding = ((0, 0), (0, 1))
+    return np.pad(ids, padding), np.pad(mask, padding)
 
 
 def positions_of(mask: Ints, count: int) -> Ints:
@@ -302,22 +292,21 @@ def last_logits(decoder: Decoder, ids: Ints, count: int) -> Floats:
 
 
 def cached_values(decoder: Decoder, ids: Ints) -> list[NDArray[Any]]:
-    """Keys and values of every layer after a text, as they would be cached."""
+    """Keys and values of every layer after a text."""
     names = [present for _, present, _, _ in decoder.caches]
     values: list[NDArray[Any]] = decoder.session.run(names, _feeds(decoder, ids, np.ones_like(ids), 1))
     return values
 
 
-def _feeds(decoder: Decoder, ids: Ints, shown: Ints, num_logits: int) -> dict[str, NDArray[Any]]:
-    """Texts from their beginning."""
+def _feeds(decoder: Decoder, ids: Ints, mask: Ints, num_logits: int) -> dict[str, NDArray[Any]]:
     pasts = {
         past: np.zeros((len(ids), heads, 0, width), decoder.cache_type)
         for past, _, heads, width in decoder.caches
     }
     return {
         "input_ids": np.ascontiguousarray(ids, np.int64),
-        "attention_mask": shown,
-        "position_ids": positions_of(shown, ids.shape[1]),
+        "attention_mask": mask,
+        "position_ids": positions_of(mask, ids.shape[1]),
         "num_logits": np.array([num_logits], np.int64),
         **pasts,
     }

@@ -1,8 +1,8 @@
-"""Graphs that read a whole text at once: encoders, and traced decoders from the beginning of a text.
+"""Graphs that read a whole text at once: encoders, and decoders traced without a cache.
 
-What the graph declares is what it is fed: token types are zeros, positions follow the padding and caches
-start empty unless the caller says otherwise. A graph of one fixed length reads one text at a time, which
-stands at the beginning of its places; of what it gives for the places behind the text nothing is handed on.
+A graph is fed the inputs that it declares: token types are zeros by default, and positions follow the
+padding. A graph of one fixed length reads one text at a time, which stands at the beginning of its places;
+its outputs behind the text are dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.runtime.graph import Floats, Ints, Kind, NotTextError, metadata_of, open_model_file, threads_of
-from quantkit.runtime.providers.placement import TYPES
+from quantkit.runtime.graph import (
+    TYPES,
+    Floats,
+    Ints,
+    Kind,
+    NotTextError,
+    metadata_of,
+    open_model_file,
+    threads_of,
+)
 
 ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions
 FLOAT_BYTES = 4
@@ -26,8 +33,6 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """An open graph."""
-
     session: onnxruntime.InferenceSession
     inputs: Mapping[str, tuple[int | str, ...]]  # name -> shape; a name stands for a free size
     outputs: tuple[str, ...]
@@ -51,7 +56,6 @@ class Encoder:
 
     @property
     def types(self) -> Mapping[str, Any]:
-        """Number type of each input."""
         return {value.name: TYPES.get(value.type, np.int64) for value in self.session.get_inputs()}
 
     def logits(self, ids: Ints) -> Floats:
@@ -65,20 +69,17 @@ class Encoder:
             "an encoder writes no text",
             where=str(self.folder),
             allowed="a decoder",
-            next_step="'quantkit package' brings a runner that prints what it says of a text",
+            next_step="'quantkit package' brings a runner that prints its outputs for a text",
         )
 
 
 def open_encoder(folder: Path, *, threads: int | None = None) -> Encoder:
-    """Open an artifact, or one file of it."""
     return encoder_of(open_model_file(folder, threads=threads), folder)
 
 
 def encoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> Encoder:
-    """An encoder from a session on any provider."""
-    # An input with a default, such as how many positions get logits, is an initializer to onnxruntime.
-    declared = (*session.get_inputs(), *session.get_overridable_initializers())
-    inputs = {value.name: tuple(value.shape) for value in declared}
+    """An encoder on any provider."""
+    inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
     if "input_ids" not in inputs:
         raise NotTextError(
             "not a model that reads tokens (no input_ids)",
@@ -102,36 +103,27 @@ def encode(
     mask: Ints | None = None,
     *,
     token_types: Ints | None = None,
-    others: Mapping[str, NDArray[Any]] | None = None,
 ) -> dict[str, Floats]:
-    """Every output for a batch of texts, [batch, sequence]; `others` are further inputs by name."""
-    shown = np.ones_like(ids) if mask is None else mask
+    """Every output for a batch of texts, [batch, sequence]."""
+    mask = np.ones_like(ids) if mask is None else mask
+    types = np.zeros_like(ids) if token_types is None else token_types
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
     if encoder.fixed_length is not None:
-        kinds = np.zeros_like(ids) if token_types is None else token_types
-        return _encode_fixed(encoder, {"input_ids": ids, "attention_mask": shown, "token_type_ids": kinds})
-    feeds: dict[str, NDArray[Any]] = {
-        "input_ids": ids,
-        "attention_mask": shown,
-        "token_type_ids": np.zeros_like(ids) if token_types is None else token_types,
-        "position_ids": np.maximum(np.cumsum(shown, axis=1) - 1, 0),
-        "num_logits": np.array([ids.shape[1]], np.int64),
-        **(others or {}),
-    }
-    for name, shape in encoder.inputs.items():
-        if name.startswith("past_key_values") and name not in feeds:
-            sizes = [size if isinstance(size, int) else 0 for size in shape[1:]]
-            feeds[name] = np.zeros((len(ids), *sizes), np.float32)
+        return _encode_fixed(encoder, feeds)
+    feeds["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
     missing = [name for name in encoder.inputs if name not in feeds]
     if missing:
         raise InputError(
-            f"the graph also wants {', '.join(missing)}", where="inputs", next_step="pass them by name"
+            f"the graph also needs {', '.join(missing)}",
+            where="inputs",
+            allowed="a graph of token ids, their mask, types and positions",
         )
-    wanted = {name: np.ascontiguousarray(feeds[name]) for name in encoder.inputs}
-    return dict(zip(encoder.outputs, encoder.session.run(None, wanted), strict=True))
+    declared = {name: np.ascontiguousarray(feeds[name]) for name in encoder.inputs}
+    return dict(zip(encoder.outputs, encoder.session.run(None, declared), strict=True))
 
 
 def _encode_fixed(encoder: Encoder, batch: Mapping[str, Ints]) -> dict[str, Floats]:
-    """Text by text, each filled up to the graph's length behind its end."""
+    """Text by text, each padded behind its end to the graph's length."""
     count, length = batch["input_ids"].shape[1], encoder.fixed_length or 0
     if count > length:
         raise InputError(
@@ -156,8 +148,8 @@ def _encode_fixed(encoder: Encoder, batch: Mapping[str, Ints]) -> dict[str, Floa
         for row in range(len(batch["input_ids"]))
     ]
     return {
-        name: np.concatenate([values[:, :count] if _has_tokens(name, values) else values for values in found])
-        for name, found in zip(encoder.outputs, zip(*runs, strict=True), strict=True)
+        name: np.concatenate([values[:, :count] if _has_tokens(name, values) else values for values in rows])
+        for name, rows in zip(encoder.outputs, zip(*runs, strict=True), strict=True)
     }
 
 

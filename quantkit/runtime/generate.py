@@ -1,9 +1,9 @@
-"""Generating text: prompts of unequal length in one batch, and the ways to choose the next token.
+"""Generation: one loop for every kind of session, and the sampling of the next token.
 
-Rows are padded on the right and go on at their own lengths, so that each of them says what it says alone;
-padding on the left, as other clients do it, sums in another order and can turn a close choice. Sampling is
-greedy, or by temperature with the most likely tokens alone: the best k, or the fewest whose probabilities
-reach p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
+Rows of a batch are padded on the right and continue at their own lengths, so that each gives the tokens that
+it gives alone; padding on the left, as other clients do it, sums in another order and can turn a close
+choice. Sampling is greedy, or by temperature, restricted to the top k tokens or to the fewest whose
+probabilities reach p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Batch(Protocol):
 
 
 class Generating(Protocol):
-    """A model that `generate` continues texts with."""
+    """A model that `generate` can run."""
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -40,7 +40,7 @@ class Generating(Protocol):
 
 
 class Row(Protocol):
-    """One prompt and its KV cache."""
+    """One prompt and its KV cache; logits are [1, vocabulary]."""
 
     def read(self) -> Floats: ...
     def step(self, token: int, /) -> Floats: ...
@@ -48,13 +48,13 @@ class Row(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class RowByRow:
-    """A batch of a model that runs its rows one by one."""
+    """A batch whose rows run one by one."""
 
     rows: Sequence[Row]
     logits: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
     def read(self) -> Floats:
-        self.logits = np.stack([row.read() for row in self.rows])
+        self.logits = np.concatenate([row.read() for row in self.rows])
         return self.logits
 
     def step(self, tokens: Ints, open_rows: Sequence[int]) -> Floats:
@@ -65,8 +65,6 @@ class RowByRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is chosen."""
-
     temperature: float = 0.0  # 0: always the most likely
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0
@@ -74,7 +72,6 @@ class Sampling:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse what no distribution has."""
     for name, value, is_right, allowed in (
         ("--temperature", sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more"),
         ("--top-k", sampling.top_k, sampling.top_k >= 0, "0 (no limit) or more"),
@@ -93,7 +90,7 @@ def probabilities(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np
     weights: NDArray[np.float64] = np.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
     if sampling.top_p < 1:
-        order = np.argsort(-scores, axis=1, kind="stable")  # scores still tell apart what exp rounds alike
+        order = np.argsort(-scores, axis=1, kind="stable")  # scores differ where exp rounds to equal values
         ranked = np.take_along_axis(weights, order, axis=1)
         # A token stays while those before it have not reached p, so the most likely one always does.
         stays = np.cumsum(ranked, axis=1) - ranked < sampling.top_p
@@ -107,7 +104,6 @@ def probabilities(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np
 def choose_tokens(
     logits: NDArray[np.float32], sampling: Sampling, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """The next token of each row."""
     if sampling.temperature == 0:
         return np.asarray(logits.argmax(axis=1), np.int64)
     cumulative = np.cumsum(probabilities(logits, sampling), axis=1)

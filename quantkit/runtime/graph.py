@@ -21,14 +21,20 @@ MODEL_FILE = "model.onnx"
 PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"  # of a decoder whose shapes are fixed
 ENCODER_FILE = "encoder_model.onnx"
 PAST, PRESENT = "past_key_values", "present"
+TYPES: dict[str, Any] = {
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
+    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
+    "tensor(int8)": np.int8, "tensor(uint8)": np.uint8, "tensor(int16)": np.int16,
+    "tensor(uint16)": np.uint16,
+}  # fmt: skip
 
 
 class NotTextError(InputError):
-    """Sound files that read or write other things than text."""
+    """Sound files whose inputs or outputs are not text."""
 
 
 def holds_static(folder: Path) -> bool:
-    """Whether the folder is a decoder of two graphs of fixed shapes."""
+    """Whether the folder holds a decoder of two graphs of fixed shapes."""
     return (folder / PROMPT_FILE).exists() and (folder / DECODE_FILE).exists()
 
 
@@ -50,7 +56,7 @@ def open_graph(path: Path, *, threads: int | None = None, spins: bool = True) ->
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not path.exists() and (path.parent / PROMPT_FILE).exists():
         raise InputError(
-            "these are graphs of fixed shapes, which this cannot run",
+            "graphs of fixed shapes do not run here",
             where=str(path.parent),
             allowed="generate, eval, bench, report, compare and package",
             next_step="quantize with --target cpu for anything else",
@@ -79,11 +85,10 @@ def open_model_file(path: Path, *, threads: int | None = None) -> onnxruntime.In
 
 
 def metadata_of(session: onnxruntime.InferenceSession) -> dict[str, Any]:
-    """The metadata that the export wrote into the graph."""
+    """Metadata that the export wrote into the graph."""
     metadata: dict[str, Any] = json.loads(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
     return metadata
 
 
 def threads_of(session: onnxruntime.InferenceSession) -> int:
-    """Threads of one operator."""
     return int(session.get_session_options().intra_op_num_threads)

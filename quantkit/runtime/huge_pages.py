@@ -1,10 +1,10 @@
-"""Large pages under a model's weights, where Linux gives them to those who ask.
+"""Large pages under a model's weights, requested from Linux.
 
 A decoded token reads every weight once; in pages of 4 KB that is tens of thousands of address translations,
 and in pages of 2 MB a few dozen. Most distributions grant large pages only on request ("madvise"), and
-onnxruntime does not request them. So while a session is loaded, the C library is told to put its large
-allocations side by side, and afterwards large pages are requested under them. Both are advice that
-a system may ignore and that changes no result; docs/log.md says what it gained.
+onnxruntime does not request them. So while a session loads, mallopt puts large allocations side by side, and
+afterwards large pages are requested under them. Both are advice that a system may ignore and that changes no
+result; docs/log.md has the gain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
 PAGE_BYTES = 2 << 20
-HUGEPAGE, COLLAPSE = 14, 25  # madvise: from now on; and now, for what is there already (Linux 6.1)
+HUGEPAGE, COLLAPSE = 14, 25  # madvise: from now on; and at once, for present memory (Linux 6.1)
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt: free memory kept; size from which on to use own regions
 SIDE_BY_SIDE = 1 << 30
 # Where the library's own rule ends up after a few large allocations. Setting one of the two ends that rule,
@@ -27,7 +27,7 @@ USUAL_THRESHOLD, USUAL_TRIM = 32 << 20, 64 << 20
 
 @contextlib.contextmanager
 def huge_pages() -> Iterator[None]:
-    """Large pages under what is allocated inside of the block and still there at its end."""
+    """Large pages under the memory that the block allocates and keeps."""
     library = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
     if library is None or not hasattr(library, "mallopt"):  # another system, or another C library
         yield
@@ -42,9 +42,7 @@ def huge_pages() -> Iterator[None]:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start, end in large_regions(MAPS.read_text(encoding="ascii", errors="replace")):
         if madvise(start, end - start, HUGEPAGE) == 0:
-            for page in range(
-                start, end, PAGE_BYTES
-            ):  # one by one: the first failure would end a longer call
+            for page in range(start, end, PAGE_BYTES):  # the first failure would end one call for all
                 madvise(page, PAGE_BYTES, COLLAPSE)
 
 

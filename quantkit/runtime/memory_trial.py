@@ -1,4 +1,4 @@
-"""One model alone in a process: loaded, or loaded and run, so that the process's peak memory is the model's.
+"""Load or run one model alone in a process, whose peak memory is then the model's.
 
 python -m quantkit.runtime.memory_trial empty|load|run FOLDER PROMPT DECODE THREADS
 """
@@ -15,7 +15,6 @@ from quantkit.runtime.session import open_session
 
 
 def main(arguments: list[str]) -> None:
-    """Load or run the model, as the first argument says."""
     what, folder, prompt, decode, threads = arguments
     if what == "load":
         _ = [open_graph(path, threads=int(threads)) for path in sorted(Path(folder).glob("*.onnx"))]

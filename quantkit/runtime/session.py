@@ -1,7 +1,7 @@
-"""A session: an open artifact that runs, whatever its graphs are.
+"""Session: an open artifact of any kind, behind one protocol.
 
-The kind is read first: from the files of the folder, then from the metadata and the cache inputs of the
-graph, which is opened once.
+The kind is read first, from the files of the folder and from the metadata and the cache inputs of the graph,
+which is opened once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quantkit.runtime.traced import open_encoder_decoder, traced_decoder
 
 
 class Session(Generating, Protocol):
-    """An open artifact; `begin` and `vocab_size` come from `Generating`."""
+    """An open artifact; `begin` and `vocab_size` are those of `Generating`."""
 
     @property
     def kind(self) -> Kind: ...
@@ -45,7 +45,7 @@ class Session(Generating, Protocol):
 
     @property
     def context(self) -> int | None:
-        """Most tokens that it reads, of prompt and answer together; None where the graph names no limit."""
+        """Most tokens of prompt and answer together; None where the graph has no limit."""
 
     @property
     def fixed_length(self) -> int | None:
@@ -104,7 +104,7 @@ def open_session(
 
 
 def kind_of(session: onnxruntime.InferenceSession) -> Kind:
-    """The kind of an artifact of one file; a graph traced without a cache runs as an encoder does."""
+    """The kind of an artifact of one file; a graph traced without a cache runs as an encoder."""
     has_cache = any(value.name.startswith(PAST) for value in session.get_inputs())
     kind = metadata_of(session).get("kind") or ("decoder" if has_cache else "encoder")
     if kind == "traced":

@@ -1,7 +1,8 @@
-"""A decoder of two static graphs, run on any provider: one reads a prompt, the other a token at a time.
+"""A decoder of two static graphs on any provider: one reads a prompt, the other a token at a time.
 
-The host keeps the cache: it copies what each run gives for its own tokens to their places in arrays of fixed
-length, in whatever type the graphs give. What a provider compiled is kept for later sessions (`compiled.py`).
+The KV cache lies in arrays of fixed length outside of the graphs, in the graphs' own number type: the keys
+and values of the new tokens are copied to their places after each run. Compiled graphs are kept for later
+sessions (`compiled.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from quantkit.runtime.graph import (
     PAST,
     PRESENT,
     PROMPT_FILE,
+    TYPES,
     Floats,
     Ints,
     Kind,
@@ -34,19 +36,17 @@ from quantkit.runtime.graph import (
 )
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.providers import compiled
-from quantkit.runtime.providers.placement import TYPES
 from quantkit.runtime.providers.status import provider_status
 from quantkit.runtime.providers.table import PROVIDERS, open_on
 
-# The CPU has no products of 16-bit codes: it makes floats of weights in every run, unless told to do it once.
+# The CPU has no products of 16-bit codes: it dequantizes weights in every run, or with this setting once.
 FOLDED_WEIGHTS = ("session.disable_quant_qdq", "1")
+NO_FALLBACK = ("session.disable_cpu_ep_fallback", "1")
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticDecoder:
-    """Two open graphs and their sizes."""
-
     prompt: onnxruntime.InferenceSession
     decode: onnxruntime.InferenceSession
     fixed_length: int  # tokens that the prompt graph reads
@@ -100,8 +100,6 @@ class StaticDecoder:
 
 @dataclass(kw_only=True, slots=True)
 class StaticRow:
-    """One text and its cache."""
-
     decoder: StaticDecoder
     prompt: Sequence[int]
     # by the decode graph's input, [1, heads, num_past, head size]
@@ -109,7 +107,7 @@ class StaticRow:
     length: int = 0  # places filled
 
     def read(self) -> Floats:
-        """Read the prompt; what is longer than the prompt graph follows token by token."""
+        """Read the prompt; tokens beyond the prompt graph's length follow one by one."""
         most = self.decoder.fixed_length
         logits = self._fill(np.asarray(self.prompt[:most], np.int64))
         for token in self.prompt[most:]:
@@ -127,8 +125,7 @@ class StaticRow:
                 cache[:] = new[:, :, :1]
                 cache[:, :, : len(ids)] = new[:, :, : len(ids)]
         self.length = len(ids)
-        logits: Floats = logits_SV[-1]
-        return logits
+        return logits_SV[-1:]
 
     def step(self, token: int) -> Floats:
         """Logits after one more token, which then lies in the cache."""
@@ -153,7 +150,7 @@ class StaticRow:
             for name, cache in self.caches.items():
                 cache[:, :, place] = outputs[name.replace(PAST, PRESENT)][:, :, 0]
         self.length += 1
-        logits: Floats = outputs["logits"][0, -1]
+        logits: Floats = outputs["logits"][0, -1:]
         return logits
 
 
@@ -161,40 +158,27 @@ def _settings(provider: str, threads: int | None) -> onnxruntime.SessionOptions:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     settings.intra_op_num_threads = threads or read_cpu().num_threads
-    if provider == "cpu":
-        settings.add_session_config_entry(*FOLDED_WEIGHTS)
+    settings.add_session_config_entry(*(FOLDED_WEIGHTS if provider == "cpu" else NO_FALLBACK))
     return settings
 
 
 def open_static_session(
-    model: Path,
-    *,
-    provider: str = "cpu",
-    is_strict: bool = True,
-    threads: int | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    model: Path, *, provider: str = "cpu", threads: int | None = None
 ) -> onnxruntime.InferenceSession:
-    """A session on one provider; with `is_strict`, none in which any node fell back to the CPU.
+    """A session on one provider; an error where a node would fall back to the CPU.
 
-    A provider that compiles graphs starts from what it kept of the last time; `say` is told where that does
-    not fit any more.
+    A provider that compiles starts from its kept graph, or reports why that no longer fits.
     """
-
-    def options() -> onnxruntime.SessionOptions:
-        settings = _settings(provider, threads)
-        if provider != "cpu" and is_strict:
-            settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        return settings
-
+    row = PROVIDERS[provider]
     session: onnxruntime.InferenceSession
     try:
-        if PROVIDERS[provider].keeps_compiled:
-            started = compiled.start(PROVIDERS[provider], model, options)
+        if row.keeps_compiled:
+            started = compiled.start(row, model, lambda: _settings(provider, threads))
             session = started.session
-            if started.said:
-                say(started.said)
+            if started.message:
+                print(started.message, file=sys.stderr)
         else:
-            session = open_on(PROVIDERS[provider], str(model), options())
+            session = open_on(row, str(model), _settings(provider, threads))
     except Exception as error:  # onnxruntime's own exceptions share no useful base class
         raise InputError(
             f"provider '{provider}' cannot run all of it ({' '.join(str(error).split())[:300]})",
@@ -211,16 +195,15 @@ def open_static_decoder(
     threads: int | None = None,
     with_all_logits: Callable[[Path], bytes] | None = None,
 ) -> StaticDecoder:
-    """Both graphs of an artifact, on a provider that runs all of them."""
     if provider not in PROVIDERS:
         raise InputError(f"no provider '{provider}'", where="--provider", allowed=", ".join(PROVIDERS))
-    with vendors_words_aside():
+    with stdout_to_stderr():
         status = provider_status(provider)
         if not status.usable:
             raise InputError(
                 f"provider '{provider}': {status.why_not}",
                 where="--provider",
-                next_step="'quantkit doctor' says what this machine has",
+                next_step="'quantkit doctor' lists what this machine has",
             )
         prompt, decode = (
             open_static_session(folder / name, provider=provider, threads=threads)
@@ -230,8 +213,8 @@ def open_static_decoder(
 
 
 @contextlib.contextmanager
-def vendors_words_aside() -> Iterator[None]:
-    """Vendors' libraries print when they are loaded; what a caller prints, JSON perhaps, must stay alone."""
+def stdout_to_stderr() -> Iterator[None]:
+    """Vendors' libraries print when they load; standard output is the caller's, JSON perhaps."""
     sys.stdout.flush()
     own = os.dup(1)
     try:
@@ -249,7 +232,6 @@ def join(
     folder: Path = Path(),
     with_all_logits: Callable[[Path], bytes] | None = None,
 ) -> StaticDecoder:
-    """Two sessions as one decoder."""
     past = next(value for value in decode.get_inputs() if value.name.startswith(PAST))
     return StaticDecoder(
         prompt=prompt,
@@ -265,7 +247,7 @@ def join(
 
 
 def open_raw(graph: bytes, folder: Path, *, threads: int | None = None) -> onnxruntime.InferenceSession:
-    """A graph that lies in no file, on the CPU; its weights are found in the folder."""
+    """A graph from memory on the CPU, with its weights from the folder."""
     settings = _settings("cpu", threads)
     settings.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     return onnxruntime.InferenceSession(graph, settings, providers=["CPUExecutionProvider"])
@@ -276,7 +258,7 @@ def _shape(session: onnxruntime.InferenceSession, name: str) -> list[int]:
 
 
 def _run(session: onnxruntime.InferenceSession, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Outputs by name; of `feeds` those that the graph has inputs for, in their types."""
+    """Outputs by name; `feeds` are cast to the types of the inputs that the graph has."""
     names = [value.name for value in session.get_outputs()]
     typed = {
         value.name: np.ascontiguousarray(feeds[value.name], TYPES[value.type])
@@ -288,7 +270,7 @@ def _run(session: onnxruntime.InferenceSession, feeds: Mapping[str, NDArray[Any]
 def run_prompt(
     session: onnxruntime.InferenceSession, ids: Sequence[int] | Ints
 ) -> tuple[Floats, dict[str, NDArray[Any]]]:
-    """(logits of a text's tokens or of its last one, keys and values of all places), padded on the right."""
+    """(logits of all tokens or of the last one, keys and values of all places), padded on the right."""
     size, row = _shape(session, "input_ids")[1], np.asarray(ids, np.int64).reshape(-1)
     if not 0 < len(row) <= size:
         raise InputError(

@@ -1,6 +1,6 @@
 """Text to token ids and back, with the tokenizers library alone: no torch, no transformers.
 
-A tokenizer.json says everything that encoding needs, special tokens included, so generating text starts in
+A tokenizer.json holds everything that encoding needs, special tokens included, so that generation starts in
 well under a second and an edge device needs two packages.
 """
 
@@ -26,17 +26,16 @@ class Text:
     stop_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with what the model wants in front of a text."""
+        """Token ids, with the special tokens that the model begins a text with."""
         return list(self.tokenizer.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some ids, special tokens left out."""
+        """The text without special tokens."""
         decoded: str = self.tokenizer.decode(ids)
         return decoded
 
 
 def open_text(folder: Path) -> Text:
-    """The tokenizer of an artifact or a checkpoint folder."""
     path = folder / TOKENIZER_FILE
     if not path.exists():
         raise InputError(
@@ -50,14 +49,14 @@ def open_text(folder: Path) -> Text:
         raise InputError(
             f"not a tokenizer ({error})", where=str(path), next_step="copy the file again"
         ) from error
-    # Some files pad or cut every text to a length of their training; neither belongs here.
+    # Some files pad or cut every text to a length of their training.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return Text(tokenizer=tokenizer, stop_ids=read_stop_ids(folder))
 
 
 def read_stop_ids(folder: Path) -> frozenset[int]:
-    """The ids that end a text: generation_config.json goes before config.json."""
+    """The ids that end a text; generation_config.json goes before config.json."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

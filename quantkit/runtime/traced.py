@@ -1,9 +1,9 @@
-"""Traced models with a cache: a decoder in one file, or an encoder and its decoder in three.
+"""Traced models with a KV cache: a decoder in one file, or an encoder and its decoder in three.
 
-A tracer's caches grow: each step reads the past and puts out past and present joined. Between steps they
-stay values of onnxruntime, so that only token ids and logits pass through numpy. Texts of unequal length
-are never padded, each runs in a state of its own: a padded row sums over another length, which now and then
-flips an integer code, and would not say what the row says alone.
+The caches of a traced graph grow: each step reads the past and returns past and present joined. Between steps
+they stay values of onnxruntime, so that only token ids and logits pass through numpy. Prompts of unequal
+length run one by one and are never padded: a padded row sums over another length, which now and then flips
+an integer code and changes the answer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ Values = dict[str, Any]  # name -> OrtValue
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One open file."""
-
     session: onnxruntime.InferenceSession
     inputs: Mapping[str, tuple[int | str, ...]]  # name -> shape; a name stands for a free size
     outputs: tuple[str, ...]
@@ -52,10 +50,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """An open model."""
+    """An open decoder, with its encoder where it has one."""
 
     first: Part  # begins a text
-    later: Part  # goes on from a cache; the same file where there is no encoder
+    later: Part  # continues from a cache; the same file where there is no encoder
     encoder: Part | None
     vocab_size: int
     folder: Path = Path()
@@ -91,39 +89,44 @@ class Traced:
 
     def begin(self, prompts: Sequence[Sequence[int]], num_new: int) -> RowByRow:
         _check_lengths(self, prompts, num_new)
-        return RowByRow(rows=[TracedRow(model=self, prompt=prompt) for prompt in prompts])
+        return RowByRow(
+            rows=[TracedTexts(model=self, ids=np.array([prompt], np.int64)) for prompt in prompts]
+        )
 
 
 @dataclass(kw_only=True, slots=True)
-class TracedState:
-    """The caches of one batch of equally long texts, and how many of the decoder's positions they hold."""
+class TracedTexts:
+    """A batch of equally long prompts and their caches, which onnxruntime grows from step to step."""
 
     model: Traced
-    held: Values
-    length: int = 0
-
-
-@dataclass(kw_only=True, slots=True)
-class TracedRow:
-    """One prompt, read once `read` is called."""
-
-    model: Traced
-    prompt: Sequence[int]
-    state: TracedState | None = None
+    ids: Ints  # the prompts, [batch, sequence]
+    caches: Values = field(default_factory=dict)  # and the inputs from an encoder
+    length: int = 0  # positions of the decoder in the caches
 
     def read(self) -> Floats:
-        self.state, logits_BV = read_prompt(self.model, np.array([self.prompt], np.int64))
-        logits: Floats = logits_BV[0]
-        return logits
+        """Read the prompts; logits of the first new token, [batch, vocabulary]."""
+        encoder = self.model.encoder
+        if encoder is None:
+            self.caches = _empty_caches(self.model.first, len(self.ids))
+            return self.feed(self.ids)
+        self.caches = _encoded(encoder, self.ids)
+        return self.feed(np.tile(np.array(self.model.start_ids, np.int64), (len(self.ids), 1)))
+
+    def feed(self, ids: Ints) -> Floats:
+        """Feed the decoder tokens [batch, n]; logits of the last position, [batch, vocabulary]."""
+        part = self.model.later if self.length else self.model.first
+        outputs = _run(part, {**self.caches, **_tokens(ids, self.length)}, part.outputs)
+        logits: Floats = outputs.pop("logits").numpy()
+        # Behind an encoder, its keys and values come from the first step alone and stay as they are.
+        self.caches |= {name.replace(PRESENT, PAST): value for name, value in outputs.items()}
+        self.length += ids.shape[1]
+        return logits[:, -1].copy()  # else a long prompt's logits would live on behind the view
 
     def step(self, token: int) -> Floats:
-        assert self.state is not None, "the prompt comes first"
-        logits: Floats = go_on(self.state, np.array([[token]], np.int64))[0]
-        return logits
+        return self.feed(np.array([[token]], np.int64))
 
 
 def open_encoder_decoder(folder: Path, *, threads: int | None = None) -> Traced:
-    """Open an encoder and its decoder, in three files."""
     names = (ENCODER_FILE, FIRST_FILE, LATER_FILE)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
@@ -141,17 +144,16 @@ def open_encoder_decoder(folder: Path, *, threads: int | None = None) -> Traced:
 
 
 def traced_decoder(session: onnxruntime.InferenceSession, folder: Path = Path()) -> Traced:
-    """A decoder in one file, from a session on any provider."""
+    """A decoder in one file, on any provider."""
     part = part_of(session)
     return _opened(None, part, part, folder)
 
 
 def part_of(session: onnxruntime.InferenceSession) -> Part:
-    """A file's names and shapes, asked for once."""
     return Part(
         session=session,
-        inputs={each.name: tuple(each.shape) for each in session.get_inputs()},
-        outputs=tuple(each.name for each in session.get_outputs()),
+        inputs={value.name: tuple(value.shape) for value in session.get_inputs()},
+        outputs=tuple(value.name for value in session.get_outputs()),
     )
 
 
@@ -171,39 +173,30 @@ def _opened(
 
 
 def read_start_ids(folder: Path) -> tuple[int, ...]:
-    """What the decoder behind an encoder begins with: generation_config.json goes before config.json."""
+    """First tokens of a decoder behind an encoder; generation_config.json goes before config.json."""
     contents = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in (folder / "generation_config.json", folder / "config.json")
         if path.exists()
     ]
 
-    def told(*keys: str) -> tuple[int, ...]:
-        found = (content[key] for key in keys for content in contents if content.get(key) is not None)
-        return tuple(itertools.islice(found, 1))
+    def first_set(*keys: str) -> tuple[int, ...]:
+        ids = (content[key] for key in keys for content in contents if content.get(key) is not None)
+        return tuple(itertools.islice(ids, 1))
 
-    first = told(*FIRST_TOKEN_KEYS)
+    first = first_set(*FIRST_TOKEN_KEYS)
     if first:
-        return (*first, *told("forced_bos_token_id"))  # the latter is the language, where there are several
+        return (*first, *first_set("forced_bos_token_id"))  # the latter is the language of several
     raise NotTextError(
-        "nothing says which token the decoder begins with",
+        "no key names the token that the decoder begins with",
         where=str(folder / "config.json"),
         allowed=", ".join(FIRST_TOKEN_KEYS),
         next_step="set decoder_start_token_id as the model was trained",
     )
 
 
-def read_prompt(model: Traced, ids: Ints) -> tuple[TracedState, Floats]:
-    """Read texts [batch, sequence]: (their state, logits of the first new token)."""
-    if model.encoder is None:
-        state = TracedState(model=model, held=_empty_caches(model.first, len(ids)))
-        return state, go_on(state, ids)
-    state = TracedState(model=model, held=_encoded(model.encoder, ids))
-    return state, go_on(state, np.tile(np.array(model.start_ids, np.int64), (len(ids), 1)))
-
-
 def _empty_caches(part: Part, batch: int) -> Values:
-    """No past yet; a free size of a cache is its length."""
+    """Caches without a past; the free size of a cache is its length."""
     shapes = {name: shape[1:] for name, shape in part.inputs.items() if name.startswith(PAST)}
     return {
         name: _value(np.zeros((batch, *(size if isinstance(size, int) else 0 for size in shape)), np.float32))
@@ -212,42 +205,31 @@ def _empty_caches(part: Part, batch: int) -> Values:
 
 
 def _encoded(encoder: Part, ids: Ints) -> Values:
-    """What the decoder reads of the encoder."""
-    shown = _value(np.ones(ids.shape, np.int64))
-    made = _run(encoder, {"input_ids": _value(ids), "attention_mask": shown}, encoder.outputs)
-    return {"encoder_hidden_states": made["last_hidden_state"], "encoder_attention_mask": shown}
+    """The decoder's inputs from the encoder."""
+    mask = _value(np.ones(ids.shape, np.int64))
+    outputs = _run(encoder, {"input_ids": _value(ids), "attention_mask": mask}, encoder.outputs)
+    return {"encoder_hidden_states": outputs["last_hidden_state"], "encoder_attention_mask": mask}
 
 
-def go_on(state: TracedState, ids: Ints) -> Floats:
-    """Feed the decoder tokens [batch, n]; logits of the last position, [batch, vocabulary]."""
-    part = state.model.later if state.length else state.model.first
-    made = _run(part, {**state.held, **_tokens(ids, state.length)}, part.outputs)
-    logits: Floats = made.pop("logits").numpy()
-    # Behind an encoder, its keys and values are made by the first step alone and stay as they are.
-    state.held |= {name.replace(PRESENT, PAST): value for name, value in made.items()}
-    state.length += ids.shape[1]
-    return logits[:, -1].copy()  # else a long prompt's logits would live on behind the view
-
-
-def _first_logits(part: Part, held: Values, ids: Ints) -> Floats:
+def _first_logits(part: Part, caches: Values, ids: Ints) -> Floats:
     """Logits of every position of texts from their beginning, [batch, sequence, vocabulary]."""
-    logits: Floats = _run(part, {**held, **_tokens(ids, 0)}, ("logits",))["logits"].numpy()
+    logits: Floats = _run(part, {**caches, **_tokens(ids, 0)}, ("logits",))["logits"].numpy()
     return logits
 
 
 def _tokens(ids: Ints, past: int) -> Values:
-    """What every step is told, whether or not its graph asks for it."""
+    """Inputs of a step; a graph reads those that it declares."""
     batch, count = ids.shape
     positions = np.arange(past, past + count, dtype=np.int64)[None].repeat(batch, axis=0)
-    shown = np.ones((batch, past + count), np.int64)
+    mask = np.ones((batch, past + count), np.int64)
     return {
         name: _value(values)
-        for name, values in {"input_ids": ids, "attention_mask": shown, "position_ids": positions}.items()
+        for name, values in {"input_ids": ids, "attention_mask": mask, "position_ids": positions}.items()
     }
 
 
-def _run(part: Part, offered: Values, outputs: Sequence[str]) -> Values:
-    feeds = {name: offered[name] for name in part.inputs}
+def _run(part: Part, inputs: Values, outputs: Sequence[str]) -> Values:
+    feeds = {name: inputs[name] for name in part.inputs}
     return dict(zip(outputs, part.session.run_with_ort_values(list(outputs), feeds), strict=True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import timing
 
-from quantkit.runtime.machine.throughput import median_bandwidth_gb_per_s
+from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
 
 if __name__ == "__main__":
-    timing.take_turns(lambda: {"gb_per_s": [median_bandwidth_gb_per_s(timing.NUM_THREADS)]})
+    timing.take_turns(lambda: {"gb_per_s": [read_bandwidth_gb_per_s(timing.NUM_THREADS, of="median")]})

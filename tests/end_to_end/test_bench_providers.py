@@ -14,7 +14,7 @@ import psutil
 import pytest
 from test_quantize import quantkit, refused
 
-from quantkit.runtime.providers.trial import Asked, outcome_of, run_limited
+from quantkit.runtime.providers.trial import ProviderChoice, outcome_of, run_limited
 
 pytestmark = pytest.mark.once
 QUICK = ("--prompt", "8", "--decode", "2", "--threads", "1")
@@ -125,7 +125,7 @@ def test_the_time_limit_ends_what_the_process_started_too(tmp_path):
 def test_what_was_found_before_a_crash_is_kept():
     line = json.dumps({"stage": "timing it", "start_ms": 5.5})
     code = f"print('vendor says hello'); print({line!r}, flush=True); {DIES}"
-    found = outcome_of(run_limited([sys.executable, "-c", code], time_limit=60), Asked(name="qnn"))
+    found = outcome_of(run_limited([sys.executable, "-c", code], time_limit=60), ProviderChoice(name="qnn"))
     assert (found["outcome"], found["start_ms"]) == ("partly", 5.5)
     assert found["why_not"] == f"its process died of {signal.SIGSEGV.name} while timing it"
 
@@ -134,7 +134,7 @@ def test_another_environment_runs_it_and_one_without_packages_says_so(artifact, 
     (row,) = rows(str(artifact), "--provider", f"cpu@{sys.executable}")
     assert row["outcome"] == "ran" and row["python"] == sys.executable
     ended = run_limited([sys.executable, "-S", "-c", "import onnxruntime"], time_limit=60)
-    found = outcome_of(ended, Asked(name="openvino", python="/other/python"))
+    found = outcome_of(ended, ProviderChoice(name="openvino", python="/other/python"))
     assert found["outcome"] == "failed" and "No module named 'onnxruntime'" in found["why_not"]
     assert found["cure"] == "/other/python -m pip install onnxruntime numpy psutil"
 

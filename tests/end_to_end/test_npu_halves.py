@@ -136,7 +136,7 @@ def decoded(folder, ids, provider):
     )
     row = StaticRow(decoder=decoder, prompt=ids[:8])
     logits = row.read()
-    return np.stack([logits, *(row.step(int(token)) for token in ids[8:])])
+    return np.concatenate([logits, *(row.step(int(token)) for token in ids[8:])])
 
 
 def test_a_prompt_that_fills_its_graph(made):

@@ -78,7 +78,7 @@ def test_both_graphs_are_the_model_whose_weights_are_rounded(artifact):
     decoder = open_static_decoder(artifact, threads=1)
     row = StaticRow(decoder=decoder, prompt=IDS[:GIVEN])
     logits = row.read()
-    stepped = np.stack([logits, *(row.step(int(token)) for token in IDS[GIVEN:])])
+    stepped = np.concatenate([logits, *(row.step(int(token)) for token in IDS[GIVEN:])])
     found = error(stepped, wanted[GIVEN - 1 :])
     # A weight midway between two codes may go either way, so a few differ by one step.
     assert found.relative < 2e-3, found

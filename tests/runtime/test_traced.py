@@ -24,7 +24,7 @@ from quantkit.quantization.simulate import fake_quantize
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.graph import NotTextError, holds_model
 from quantkit.runtime.session import open_session
-from quantkit.runtime.traced import LATER_FILE, Traced, go_on, read_prompt, read_start_ids
+from quantkit.runtime.traced import LATER_FILE, Traced, TracedTexts, read_start_ids
 
 REASON = why_not_trace()
 needs_optimum = pytest.mark.skipif(
@@ -109,11 +109,11 @@ def torch_answer(model, prompt):
 
 def step_by_step(model, ids, first=4):
     """Logits from position first - 1 on: a prompt, two tokens at once, then one at a time."""
-    state, last = read_prompt(model, ids[:, :first])
-    made = [last]
-    assert all(isinstance(value, onnxruntime.OrtValue) for value in state.held.values())
+    state = TracedTexts(model=model, ids=ids[:, :first])
+    made = [state.read()]
+    assert all(isinstance(value, onnxruntime.OrtValue) for value in state.caches.values())
     for begin, end in ((first, first + 2), *((each, each + 1) for each in range(first + 2, ids.shape[1]))):
-        made.append(go_on(state, ids[:, begin:end]))
+        made.append(state.feed(ids[:, begin:end]))
     assert state.length == ids.shape[1]
     return np.stack(made, axis=1)
 
@@ -176,9 +176,10 @@ def test_logits_of_an_answer(answering):
 @needs_optimum
 def test_an_answer_step_by_step(answering):
     model, full, *_ = answering
-    state, last = read_prompt(full, IDS)
+    state = TracedTexts(model=full, ids=IDS)
+    last = state.read()
     begun = np.tile(np.array(full.start_ids), (2, 1))
-    made = [last, *(go_on(state, ANSWER[:, place : place + 1]) for place in range(ANSWER.shape[1]))]
+    made = [last, *(state.feed(ANSWER[:, place : place + 1]) for place in range(ANSWER.shape[1]))]
     wanted = torch_logits(model, IDS, decoder_input_ids=np.concatenate([begun, ANSWER], axis=1))
     assert error(np.stack(made, axis=1), wanted[:, len(full.start_ids) - 1 :]).relative < 1e-4
 

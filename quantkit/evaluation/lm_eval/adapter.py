@@ -2,7 +2,7 @@
 
     quantkit lm-eval --model quantkit --model_args path=DIR --tasks ...
 
-Tokens, first tokens, windows and truncation follow the harness's own `hf` model, so that the float original
+Tokens, first tokens, windows and truncation follow the harness's own `hf` model, so that the float reference
 under `hf` and its artifact here differ by the quantization alone. The artifact runs in quantkit's runtime
 with its own tokenizer.json: neither torch nor transformers is loaded.
 
@@ -45,7 +45,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @register_model(MODEL_NAME)
 class QuantkitLM(TemplateLM):  # type: ignore[misc]
-    """One artifact, open."""
+    """One open artifact."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         """The arguments are those of --model_args.
 
-        Two more come from the harness itself: `max_batch_size`, and `device`, which it sets to a GPU unless
-        told otherwise and which says nothing here, as artifacts run on the CPU provider.
+        Two more come from the harness itself: `max_batch_size`, and `device`, which defaults to a GPU there
+        and has no effect here, as artifacts run on the CPU provider.
         """
         super().__init__()
         if others or not str(path):
@@ -83,9 +83,9 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
                 )
         special = read_special_tokens(self.folder, self.text)
         ends = (special.end, *sorted(self.text.stop_ids))
-        self._end = next((each for each in ends if each is not None), None)
+        self._end = next((token for token in ends if token is not None), None)
         begins = (prefix_token_id, special.begin, self._end)
-        self._prefix = next((each for each in begins if each is not None), None)
+        self._prefix = next((token for token in begins if token is not None), None)
         self._add_bos = add_bos_token
         self.max_length = _within(max_length, self.decoder.context)
         self.max_gen_toks = max_gen_toks
@@ -94,21 +94,20 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         return self._require(self._end)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context; the beginning of a text where a model has one."""
+        """The token before a text without a context; the first token of a text where the model has one."""
         return self._require(self._prefix)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """Name in the harness's cache of requests."""
         return str(self.folder.resolve()).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside its results."""
+        """Facts that the harness writes beside its results."""
         keys = ("model", "scheme")
         return {f"quantkit_{key}": self.decoder.metadata[key] for key in keys if key in self.decoder.metadata}
 
@@ -122,7 +121,6 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
         return list(encoded.ids)
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids."""
         decoded: str = self.text.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return decoded
 
@@ -146,7 +144,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, in windows that count each token once."""
+        """Log-likelihoods of whole texts, in windows that count each token once."""
         pieces: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for request in requests:
@@ -165,12 +163,12 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to a stop text or the most tokens asked for."""
+        """The continuation of each context, up to a stop text or the token limit."""
         answers = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for numbers, settings in self._alike(requests):
-                made = self._generate([requests[number].args[0] for number in numbers], settings)
-                for number, answer in zip(numbers, made, strict=True):
+                batch = self._generate([requests[number].args[0] for number in numbers], settings)
+                for number, answer in zip(numbers, batch, strict=True):
                     answers[number] = answer
                     self.cache_hook.add_partial("generate_until", requests[number].args, answer)
                 bar.update(len(numbers))
@@ -190,11 +188,11 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
         return batches
 
     def _generate(self, contexts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-        wanted, sampling, stop_texts = read_settings(settings, self.max_gen_toks)
-        room = self.max_length - wanted
+        num_new, sampling, stop_texts = read_settings(settings, self.max_gen_toks)
+        room = self.max_length - num_new
         if room < 1:
             raise InputError(
-                f"{wanted} new tokens leave no room for a prompt",
+                f"{num_new} new tokens leave no room for a prompt",
                 where="max_gen_toks",
                 allowed=f"up to {self.max_length - 1}",
                 next_step="pass max_gen_toks=N in --model_args, or in --gen_kwargs where the task sets it",
@@ -205,7 +203,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
             self.decoder,
             self.text,
             prompts,
-            max_new_tokens=wanted,
+            max_new_tokens=num_new,
             sampling=sampling,
             stop_texts=stop_texts,
             stop_ids=frozenset(ends),
@@ -225,9 +223,10 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]
 
 
 def read_settings(settings: Mapping[str, Any], most_new: int) -> tuple[int, Sampling, list[str]]:
-    """(most new tokens, how they are chosen, stop texts) of a task's generation settings; none is ignored."""
+    """(token limit, sampling, stop texts) of a task's generation settings; unknown settings are refused."""
     rest = dict(settings)
-    given = [value for name in MOST_NEW_TOKENS if (value := rest.pop(name, None)) is not None]
+    limits = [value for name in MOST_NEW_TOKENS if (value := rest.pop(name, None)) is not None]
+    num_new = int(limits[0] if limits else most_new)
     stops = rest.pop("until", None) or []
     stop_texts = [stop for stop in ([stops] if isinstance(stops, str) else stops) if stop]
     do_sample, temperature, top_k, top_p = (rest.pop(name, None) for name in SAMPLING)
@@ -242,14 +241,14 @@ def read_settings(settings: Mapping[str, Any], most_new: int) -> tuple[int, Samp
     if do_sample is None:
         do_sample = bool(temperature)
     if not do_sample:
-        return int(given[0] if given else most_new), Sampling(), stop_texts
+        return num_new, Sampling(), stop_texts
     sampling = Sampling(
         temperature=float(1.0 if temperature is None else temperature),
         top_k=int(top_k or 0),
         top_p=float(1.0 if top_p is None else top_p),
         seed=int(np.random.randint(1 << 31)),  # the harness seeds numpy, so --seed repeats the draws
     )
-    return int(given[0] if given else most_new), sampling, stop_texts
+    return num_new, sampling, stop_texts
 
 
 def _open(folder: Path, threads: int | None) -> Decoder:
@@ -273,7 +272,7 @@ def _within(max_length: int | None, context: int) -> int:
 
 
 def _batch_rows(batch_size: int | str, largest: int | None) -> int | None:
-    """Rows of a batch; None decides by size."""
+    """Rows of a batch; None where the size of the logits decides."""
     if str(batch_size).partition(":")[0] == "auto":
         return None if largest is None else int(largest)
     try:

@@ -1,12 +1,12 @@
-"""What a harness asks of a model, on token ids: how likely continuations are, and what text follows.
+"""Requests of lm-evaluation-harness on token ids: log-likelihoods of continuations, and generation.
 
 Log-likelihoods come from one pass over context and continuation. Rows of a batch are padded on the right,
-where no token that counts can see it, so that a row's figures do not depend on its neighbours; rows of like
-length go together, and the head runs only from the first position that any of them scores. Inputs that
-differ in their last token alone, as the answers of a multiple choice often do, are read once. What does not
-fit into the context is cut off on the left.
+which no scored token attends to, so that a row's figures do not depend on its neighbours. Rows of similar
+length form a batch, and the head runs only from the first position that any of them scores. Inputs that
+differ in their last token alone, as the answers of a multiple choice often do, are read once. Texts longer
+than the context are cut off on the left.
 
-Nothing here knows the harness itself.
+This module does not import the harness.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.tokenizer import Text
 
 AUTO_BYTES = 256 << 20  # of logits that a batch of automatic size may make
-LARGEST_AUTO_BATCH = 32  # a CPU gains nothing from more
+LARGEST_AUTO_BATCH = 32  # a CPU gains nothing from larger ones
 Tokens = Sequence[int]
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One input that is run once, and every request that it answers."""
+    """One input that is run once, and all requests that it answers."""
 
     inputs: tuple[int, ...]
     requests: tuple[tuple[int, tuple[int, ...]], ...]  # number of the request, tokens that it scores
 
     @property
     def first_scored(self) -> int:
-        """The first position whose logits are needed."""
         return len(self.inputs) - max(len(targets) for _, targets in self.requests)
 
 
@@ -74,7 +73,7 @@ def score_continuations(
 
 
 def _rows(pairs: Sequence[tuple[Tokens, Tokens]], max_length: int) -> list[Row]:
-    """Distinct inputs, longest first: the first batch needs the most memory, and neighbours pad little."""
+    """Distinct inputs, longest first: the first batch needs the most memory."""
     grouped: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = {}
     for number, (context, continuation) in enumerate(pairs):
         if not continuation or not context:
@@ -135,8 +134,8 @@ def continue_prompts(
     stop_texts: Sequence[str],
     stop_ids: frozenset[int],
 ) -> list[str]:
-    """What follows each prompt of one batch, up to the first of the stop texts, which is left out."""
-    made: list[list[int]] = [[] for _ in prompts]
+    """The continuation of each prompt of one batch, up to the first of the stop texts."""
+    answers: list[list[int]] = [[] for _ in prompts]
     is_open = [True] * len(prompts)
     steps = generate(decoder, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids)
     for tokens in steps:
@@ -146,15 +145,16 @@ def continue_prompts(
             if token is None or token in stop_ids:
                 is_open[number] = False
                 continue
-            made[number].append(token)
-            # A stop text may lie across several tokens, so the whole answer is looked at.
-            if stop_texts and any(stop in text.decode(made[number]) for stop in stop_texts):
+            answers[number].append(token)
+            # A stop text may lie across several tokens, so the whole answer is searched.
+            if stop_texts and any(stop in text.decode(answers[number]) for stop in stop_texts):
                 is_open[number] = False
         if not any(is_open):
             break
-    return [until(text.decode(row), stop_texts) for row in made]
+    return [until(text.decode(row), stop_texts) for row in answers]
 
 
-def until(made: str, stop_texts: Sequence[str]) -> str:
-    """A text up to the first place where a stop text begins."""
-    return made[: min((place for stop in stop_texts if (place := made.find(stop)) >= 0), default=len(made))]
+def until(answer: str, stop_texts: Sequence[str]) -> str:
+    """A text up to the first stop text."""
+    places = (place for stop in stop_texts if (place := answer.find(stop)) >= 0)
+    return answer[: min(places, default=len(answer))]

@@ -1,7 +1,7 @@
-"""Which tokens begin and end a text, from the files beside a tokenizer.json, which itself does not say.
+"""The tokens that begin and end a text, from the files beside a tokenizer.json, which does not name them.
 
-The files are asked in the order that transformers uses, so that a text gets the same first token in both:
-tokenizer_config.json, where a null says that there is none, then special_tokens_map.json, then config.json.
+The order of the files is that of transformers, so that a text gets the same first token in both:
+tokenizer_config.json, where null means no token, then special_tokens_map.json, then config.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path, text: Text) -> SpecialTokens:
-    """The tokens of an artifact's tokenizer."""
     return SpecialTokens(begin=_id_of(folder, text, "bos_token"), end=_id_of(folder, text, "eos_token"))
 
 
@@ -37,8 +36,8 @@ def _id_of(folder: Path, text: Text, name: str) -> int | None:
             continue
         value = content[name]
         token = value.get("content") if isinstance(value, dict) else value
-        found: int | None = None if token is None else text.tokenizer.token_to_id(str(token))
-        return found
+        token_id: int | None = None if token is None else text.tokenizer.token_to_id(str(token))
+        return token_id
     value = _read(folder / "config.json").get(f"{name}_id")
     first = value[0] if isinstance(value, list) and value else value
     return int(first) if isinstance(first, int) else None

@@ -1,7 +1,7 @@
-"""What can be wrong with an installation or a machine: pure checks, each naming the command that cures it.
+"""Checks of an installation and a machine; each finding names the command that cures it.
 
 Every check takes its facts as arguments, so that a test can feed it a broken machine. Versions are compared
-here, on release numbers alone, because a tool that diagnoses broken installations must not depend on them.
+by release numbers alone: a pre-release or a local build counts as its release.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import Distribution
-from itertools import zip_longest
 from typing import Literal
 
 from quantkit.runtime.providers.status import ProviderStatus
 from quantkit.runtime.providers.table import PROVIDERS
 
-Features = Mapping[str, bool | None]
-
-# Distributions that put a package named `onnxruntime` in place; two of them overwrite each other's files.
+# Distributions that install a package named `onnxruntime`; two of them overwrite each other's files.
 ONNXRUNTIME_WHEELS = frozenset(
     f"onnxruntime{variant}"
     for variant in (
@@ -36,7 +33,7 @@ _PLUGIN_INSTEAD = {
 }
 
 QUANTKIT = "quantkit-onnx"
-# Whose requirements are checked, how bad a broken one is, and the way out besides installing what is asked.
+# Distributions whose requirements are checked: status of a broken one, and the cure besides installing it.
 REQUIREMENT_OWNERS: dict[str, tuple[Literal["warning", "problem"], str]] = {
     QUANTKIT: ("problem", ""),
     "transformers": ("problem", ""),
@@ -61,12 +58,24 @@ PACKAGES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One finding; `cure` is the command that changes it, and may be empty when all is well."""
+    """One finding; `cure` is the command that mends it, and may be empty where the status is ok."""
 
     name: str
     status: Literal["ok", "warning", "problem"]
     message: str
     cure: str = ""
+
+
+def ok(name: str, message: str, cure: str = "") -> Check:
+    return Check(name=name, status="ok", message=message, cure=cure)
+
+
+def warning(name: str, message: str, cure: str) -> Check:
+    return Check(name=name, status="warning", message=message, cure=cure)
+
+
+def problem(name: str, message: str, cure: str) -> Check:
+    return Check(name=name, status="problem", message=message, cure=cure)
 
 
 def normalised(name: str) -> str:
@@ -75,7 +84,7 @@ def normalised(name: str) -> str:
 
 
 def installed_versions(distributions: Iterable[Distribution]) -> dict[str, str]:
-    """Normalised name -> version; where two lie on the path, the first is the one that Python imports."""
+    """Normalised name -> version; of two on the path the first is the one that Python imports."""
     versions: dict[str, str] = {}
     for distribution in distributions:
         name = distribution.metadata["Name"]
@@ -85,7 +94,7 @@ def installed_versions(distributions: Iterable[Distribution]) -> dict[str, str]:
 
 
 def onnxruntime_wheels(distributions: Iterable[Distribution]) -> dict[str, str]:
-    """The distributions, with their versions, that put a package named `onnxruntime` in place."""
+    """Name -> version of the distributions that install a package named `onnxruntime`."""
     wheels: dict[str, str] = {}
     for distribution in distributions:
         name = normalised(distribution.metadata["Name"] or "")
@@ -99,191 +108,152 @@ def check_onnxruntime_wheels(wheels: Mapping[str, str]) -> Check:
     """Exactly one distribution may bring the `onnxruntime` package."""
     name = "onnxruntime-wheels"
     if not wheels:
-        return Check(
-            name=name,
-            status="problem",
-            message="no onnxruntime is installed",
-            cure="pip install onnxruntime",
-        )
+        return problem(name, "no onnxruntime is installed", "pip install onnxruntime")
     listed = ", ".join(f"{wheel} {version}" for wheel, version in sorted(wheels.items()))
     if len(wheels) == 1:
-        return Check(name=name, status="ok", message=f"one distribution brings onnxruntime: {listed}")
+        return ok(name, f"one distribution brings onnxruntime: {listed}")
     # The special wheel was installed on purpose, the plain one mostly came as a dependency.
     special = sorted(set(wheels) - {"onnxruntime"})
     keep = _PLUGIN_INSTEAD.get(special[0], special[0]) if len(special) == 1 else "onnxruntime"
-    return Check(
-        name=name,
-        status="problem",
-        message=f"{len(wheels)} distributions write the same folder `onnxruntime` and overwrite each other's "
-        f"files: {listed}",
-        cure=f"pip uninstall -y {' '.join(sorted(wheels))} && pip install {keep}",
+    return problem(
+        name,
+        f"{len(wheels)} distributions write the same folder `onnxruntime` and overwrite each other's files: "
+        f"{listed}",
+        f"pip uninstall -y {' '.join(sorted(wheels))} && pip install {keep}",
     )
 
 
 def check_onnxruntime_version(wheels: Mapping[str, str], imported: str | None) -> Check | None:
-    """One wheel's metadata beside another's files: what an install over an older wheel leaves behind."""
+    """One wheel's metadata beside another's files: the result of an install over an older wheel."""
     if len(wheels) != 1 or imported is None:
-        return None  # none or several: said elsewhere
+        return None  # none or several: check_onnxruntime_wheels reports these
     ((wheel, version),) = wheels.items()
-    if _release(version) == _release(imported):
+    if base_version(version) == base_version(imported):
         return None
-    return Check(
-        name="onnxruntime-files",
-        status="problem",
-        message=f"{wheel} {version} is installed, but what Python imports is onnxruntime {imported}: another "
-        "wheel has overwritten its files, or another folder on the path comes first",
-        cure=f"pip uninstall -y {wheel} && pip install --force-reinstall {wheel}",
+    return problem(
+        "onnxruntime-files",
+        f"{wheel} {version} is installed, but what Python imports is onnxruntime {imported}: another wheel "
+        "has overwritten its files, or another folder on the path comes first",
+        f"pip uninstall -y {wheel} && pip install --force-reinstall {wheel}",
     )
 
 
 def check_requirements(
     owner: str, requirements: Sequence[str], versions: Mapping[str, str]
 ) -> tuple[Check, ...]:
-    """Whether what is installed satisfies the requirements that `owner` declares in its own metadata.
+    """Whether installed packages satisfy the requirements in the metadata of `owner`.
 
-    Looked at are the packages that quantkit reports and the providers' packages. Those of an extra are
-    checked only for quantkit and only once installed; other environment markers are not evaluated.
+    Checked are the packages that quantkit reports and the providers' packages. Those of an extra are checked
+    only for quantkit and only once installed; other environment markers are not evaluated.
     """
-    status, way_out = REQUIREMENT_OWNERS[owner]
-    known = {*PACKAGES, *(provider.package for provider in PROVIDERS.values())}
+    from packaging.requirements import Requirement
+
+    name, (status, way_out) = f"requirements-{owner}", REQUIREMENT_OWNERS[owner]
+    reported = {*PACKAGES, *(provider.package for provider in PROVIDERS.values())}
     findings = []
     num_checked = 0
-    for requirement in requirements:
-        name, specifier, marker = _split_requirement(requirement)
-        version = versions.get(name)
-        is_extra = "extra" in marker
-        if name not in known or (marker and not (is_extra and owner == QUANTKIT and version)):
+    for requirement in map(Requirement, requirements):
+        package, specifier, marker = normalised(requirement.name), requirement.specifier, requirement.marker
+        version = versions.get(package)
+        is_installed_extra = "extra" in str(marker) and owner == QUANTKIT and version
+        if package not in reported or (marker and not is_installed_extra):
             continue
         num_checked += 1
-        if version and satisfies(version, specifier):
+        if version and satisfies(version, str(specifier)):
             continue
-        found = f"{version} is installed" if version else "it is not installed"
-        findings.append(
-            Check(
-                name=f"requirements-{owner}",
-                status=status,
-                message=f"{owner} needs {name}{specifier}, but {found}",
-                cure="; ".join(filter(None, (f"pip install '{name}{specifier}'", way_out))),
-            )
-        )
+        installed = f"{version} is installed" if version else "it is not installed"
+        message = f"{owner} needs {package}{specifier}, but {installed}"
+        cure = "; ".join(filter(None, (f"pip install '{package}{specifier}'", way_out)))
+        findings.append(Check(name=name, status=status, message=message, cure=cure))
     if findings or not num_checked:
         return tuple(findings)
-    return (
-        Check(
-            name=f"requirements-{owner}",
-            status="ok",
-            message=f"{num_checked} requirements of {owner} are satisfied",
-        ),
-    )
+    return (ok(name, f"{num_checked} requirements of {owner} are satisfied"),)
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    """Whether a version meets every clause, by release numbers: a pre-release counts as its release."""
-    release = _release(version)
-    for clause in filter(None, (part.strip() for part in specifier.split(","))):
-        match = re.match(r"(===|~=|==|!=|<=|>=|<|>)\s*(\S+)$", clause)
-        if match is None:
-            continue  # nothing that pip would have installed from
-        operator, wanted_text = match.groups()
-        wanted = _release(wanted_text.removesuffix(".*"))
-        padded = release + (0,) * (len(wanted) - len(release))
-        pairs = zip_longest(release, wanted, fillvalue=0)
-        order = next((1 if have > want else -1 for have, want in pairs if have != want), 0)
-        is_prefix = padded[: len(wanted)] == wanted
-        holds = {
-            ">=": order >= 0,
-            "<=": order <= 0,
-            ">": order > 0,
-            "<": order < 0,
-            "==": is_prefix if wanted_text.endswith(".*") else order == 0,
-            "===": order == 0,
-            "!=": not is_prefix if wanted_text.endswith(".*") else order != 0,
-            "~=": order >= 0 and padded[: len(wanted) - 1] == wanted[:-1],
-        }[operator]
-        if not holds:
-            return False
-    return True
+    # Imported here: the interpreter of another environment that runs a provider's trial may lack packaging.
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(base_version(version), prereleases=True)
 
 
-def check_cpu(features: Features) -> Check:
-    """Whether the processor has the instructions that make INT8 fast, and exact."""
+def base_version(version: str) -> str:
+    """The release alone; a version that PEP 440 does not know stays as it is."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version).base_version
+    except InvalidVersion:
+        return version
+
+
+def check_cpu(features: Mapping[str, bool | None]) -> Check:
+    """Whether the processor has instructions that make INT8 fast, and exact."""
     name = "cpu-int8"
     fast = [key for key in ("AVX512_VNNI", "AVX_VNNI", "AMX_INT8", "DOTPROD", "I8MM") if features.get(key)]
     if fast:
-        return Check(name=name, status="ok", message=f"INT8 dot products in hardware: {', '.join(fast)}")
+        return ok(name, f"INT8 dot products in hardware: {', '.join(fast)}")
+    measure_first = "measure before you rely on it: quantkit inspect MODEL --spec --device this"
     if features.get("AVX2") is False:
-        return Check(
-            name=name,
-            status="warning",
-            message="no AVX2: INT8 runs on 128-bit vectors; expect a smaller file, not speed",
-            cure="measure before you rely on it: quantkit inspect MODEL --spec --device this",
-        )
+        message = "no AVX2: INT8 runs on 128-bit vectors; expect a smaller file, not speed"
+        return warning(name, message, measure_first)
     if features.get("AVX512_VNNI") is False and features.get("AVX_VNNI") is False:
-        return Check(
-            name=name,
-            status="warning",
-            message="AVX2 without VNNI: an INT8 dot product takes three instructions instead of one, and its "
-            "16-bit sums of pairs (VPMADDUBSW) can saturate, which costs accuracy with 8-bit weights",
-            cure="quantkit quantize MODEL --target cpu-avx2",
+        return warning(
+            name,
+            "AVX2 without VNNI: an INT8 dot product takes three instructions instead of one, and its 16-bit "
+            "sums of pairs (VPMADDUBSW) can saturate, which costs accuracy with 8-bit weights",
+            "quantkit quantize MODEL --target cpu-avx2",
         )
     if features.get("DOTPROD") is False:
-        return Check(
-            name=name,
-            status="warning",
-            message="no DOTPROD: INT8 is widened to 16 bits; expect a smaller file, not speed",
-            cure="measure before you rely on it: quantkit inspect MODEL --spec --device this",
-        )
-    return Check(name=name, status="ok", message="the system does not tell whether VNNI or DOTPROD is there")
+        message = "no DOTPROD: INT8 is widened to 16 bits; expect a smaller file, not speed"
+        return warning(name, message, measure_first)
+    return ok(name, "the system does not tell whether VNNI or DOTPROD is there")
 
 
 def check_cores(logical_cores: int, usable_cores: float) -> Check:
-    """A container that may use fewer cores than it sees runs slower with one thread for each it sees."""
+    """More threads than usable cores slow each other down."""
     name = "cpu-cores"
-    if usable_cores < logical_cores:
-        threads = max(1, int(usable_cores))
-        return Check(
-            name=name,
-            status="warning",
-            message=f"this process may use {usable_cores:g} of the {logical_cores} cores that it sees; more "
-            "threads than that slow each other down",
-            cure=f"export OMP_NUM_THREADS={threads} (torch); onnxruntime: intra_op_num_threads={threads}",
-        )
-    return Check(name=name, status="ok", message=f"all {logical_cores} logical cores may be used")
+    if usable_cores == logical_cores:
+        return ok(name, f"all {logical_cores} logical cores may be used")
+    threads = max(1, int(usable_cores))
+    return warning(
+        name,
+        f"this process may use {usable_cores:g} of the {logical_cores} cores that it sees; more threads than "
+        "that slow each other down",
+        f"export OMP_NUM_THREADS={threads} (torch); onnxruntime: intra_op_num_threads={threads}",
+    )
 
 
 def check_memory(available_bytes: int) -> Check:
-    """Memory for the weights: FP32 takes 4 GB for each billion parameters."""
-    available_gb = available_bytes / 1e9
-    if available_gb < 4.0:
-        return Check(
-            name="memory",
-            status="warning",
-            message=f"{available_gb:.1f} GB of memory are available: 1 billion parameters in FP32 take 4 GB",
-            cure="close other programs, and see what a model takes first: quantkit inspect MODEL --spec",
-        )
-    return Check(name="memory", status="ok", message=f"{available_gb:.1f} GB of memory are available")
+    available = f"{available_bytes / 1e9:.1f} GB of memory are available"
+    if available_bytes >= 4e9:
+        return ok("memory", available)
+    return warning(
+        "memory",
+        f"{available}: 1 billion parameters in FP32 take 4 GB",
+        "close other programs, and see what a model takes first: quantkit inspect MODEL --spec",
+    )
 
 
 def check_disk(free_bytes: int, folder: str) -> Check:
     """Room for an export, which holds the model twice while it is written."""
-    free_gb = free_bytes / 1e9
-    if free_gb < 5.0:
-        return Check(
-            name="disk",
-            status="warning",
-            message=f"{free_gb:.1f} GB are free in {folder}: an export writes the FP32 and the INT8 model",
-            cure="write elsewhere: quantkit quantize MODEL -o /path/with/room",
-        )
-    return Check(name="disk", status="ok", message=f"{free_gb:.1f} GB are free in {folder}")
+    free = f"{free_bytes / 1e9:.1f} GB are free in {folder}"
+    if free_bytes >= 5e9:
+        return ok("disk", free)
+    return warning(
+        "disk",
+        f"{free}: an export writes the FP32 and the INT8 model",
+        "write elsewhere: quantkit quantize MODEL -o /path/with/room",
+    )
 
 
-# How plugins refuse an onnxruntime that lacks their interface: its own words, QNN's, and WebGPU's.
+# Errors of plugins that need a newer onnxruntime: onnxruntime's own, QNN's, and WebGPU's.
 TOO_OLD = ("API version", "requires ORT >=", "minimum required version")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What decides whether a provider can find a device."""
+    """Facts that decide whether a provider can find a device."""
 
     cpu_model: str
     has_nvidia_driver: bool
@@ -293,7 +263,7 @@ class Hardware:
 
 
 def why_no_device(name: str, hardware: Hardware) -> tuple[str, str] | None:
-    """(what is missing, the cure) where the machine tells."""
+    """(missing hardware or driver, the cure), or None where the machine gives no reason."""
     if name in ("cuda", "tensorrt", "nv-tensorrt-rtx") and not hardware.has_nvidia_driver:
         return (
             "no NVIDIA driver is loaded",
@@ -318,61 +288,39 @@ def why_no_device(name: str, hardware: Hardware) -> tuple[str, str] | None:
 
 
 def check_provider(status: ProviderStatus, hardware: Hardware | None = None) -> Check | None:
-    """A provider that is installed should work; one that is not installed is no finding, except the CPU's."""
+    """An installed provider should work; only the CPU's must be installed."""
     name = f"provider-{status.name}"
     if status.usable:
-        devices = ", ".join(status.devices) or "device not named"
-        return Check(name=name, status="ok", message=f"{status.name} works: {devices}")
+        return ok(name, f"{status.name} works: {', '.join(status.devices) or 'device not named'}")
     provider = PROVIDERS[status.name]
     if status.name == "cpu":
-        cure = "pip install --force-reinstall onnxruntime"
-        return Check(name=name, status="problem", message=status.why_not, cure=cure)
+        return problem(name, status.why_not, "pip install --force-reinstall onnxruntime")
     if not status.installed:
         return None
     # Installing again helps where a library is missing; where there is no device, removing ends the warning.
     remove = f"pip uninstall -y {' '.join((provider.package, *provider.package_variants))}"
     if provider.source == "built-in":
         remove = f"{remove} && pip install --force-reinstall onnxruntime"
-    if any(words in status.why_not for words in TOO_OLD):
-        cure = f"pip install --upgrade onnxruntime {provider.package}; else: {remove}"
-        return Check(name=name, status="warning", message=status.why_not, cure=cure)
     missing = why_no_device(status.name, hardware) if hardware else None
-    if missing:
-        why, cure = missing
-        return Check(
-            name=name, status="warning", message=f"{status.why_not}; {why}", cure=f"{cure}; else: {remove}"
-        )
-    cure = f"with hardware and driver in place: {provider.install}; else: {remove}"
-    return Check(name=name, status="warning", message=status.why_not, cure=cure)
+    message, cure = status.why_not, f"with hardware and driver in place: {provider.install}"
+    if any(words in status.why_not for words in TOO_OLD):
+        cure = f"pip install --upgrade onnxruntime {provider.package}"
+    elif missing:
+        message, cure = f"{message}; {missing[0]}", missing[1]
+    return warning(name, message, f"{cure}; else: {remove}")
 
 
 def check_hub(environment: Mapping[str, str]) -> Check:
-    """Whether Hub names can be resolved at all; offline is a choice, not a fault."""
+    """Whether Hub names are looked up online; offline is a choice, not a fault."""
     offline = [
         key
         for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         if environment.get(key, "").upper() in ("1", "ON", "YES", "TRUE")
     ]
     if not offline:
-        return Check(
-            name="hub", status="ok", message="Hub names are looked up online (HF_HUB_OFFLINE is not set)"
-        )
-    return Check(
-        name="hub",
-        status="ok",
-        message=f"offline by {' and '.join(offline)}: local folders, `demo` and models in the cache work",
-        cure=f"to go online: unset {' '.join(offline)}",
+        return ok("hub", "Hub names are looked up online (HF_HUB_OFFLINE is not set)")
+    return ok(
+        "hub",
+        f"offline by {' and '.join(offline)}: local folders, `demo` and models in the cache work",
+        f"to go online: unset {' '.join(offline)}",
     )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    match = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", version.strip())
-    return tuple(int(part) for part in match.group(1).split(".")) if match else (0,)
-
-
-def _split_requirement(requirement: str) -> tuple[str, str, str]:
-    """Normalised name, version clauses and marker of one line of metadata."""
-    head, _, marker = requirement.partition(";")
-    match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^)@]*)", head)
-    assert match is not None, f"unreadable requirement {requirement!r}"
-    return normalised(match.group(1)), match.group(2).replace(" ", ""), marker.strip()

@@ -1,9 +1,8 @@
-"""What this machine and this installation are: the facts behind `quantkit doctor`.
+"""Facts of this machine and this installation, for `quantkit doctor`.
 
-Facts are gathered here and judged in `checks.py`. Versions come from the metadata of the distributions, so
-that torch and transformers stay unloaded and a broken one can still be reported. CPU features are read
-from the operating system; numpy's own detection is asked only where that is silent (Windows), and what
-neither knows is None rather than a guess.
+`checks.py` judges the facts. Versions come from the metadata of the distributions, so that torch and
+transformers stay unloaded and a broken one can still be reported. CPU features are read from the operating
+system, or from numpy where the system does not list them (Windows); a feature that neither lists is None.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ ENVIRONMENT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureNames:
-    """What one CPU feature is called by each source; numpy's groups prove presence, some prove absence."""
+    """Names of one CPU feature by source; some of numpy's groups prove presence, some prove absence."""
 
     linux: str  # a flag of /proc/cpuinfo
     macos: str  # a token or a key of sysctl
@@ -118,8 +117,6 @@ FEATURES: dict[str, dict[str, FeatureNames]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cpu:
-    """The processor as this process sees it."""
-
     model: str
     architecture: str  # as the system names it: x86_64, AMD64, aarch64, arm64
     physical_cores: int
@@ -130,13 +127,13 @@ class Cpu:
 
     @property
     def num_threads(self) -> int:
-        """How many threads do useful work: one for each physical core that may be used."""
+        """Threads that do useful work: one for each usable physical core."""
         return max(1, min(self.physical_cores, int(self.usable_cores)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Main memory; a container's limit counts when it is the smaller one."""
+    """Main memory; the limit of a container where it is smaller."""
 
     total_bytes: int
     available_bytes: int
@@ -144,8 +141,6 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """Everything that `quantkit doctor` prints."""
-
     quantkit_version: str
     python_version: str
     python_executable: str
@@ -162,12 +157,11 @@ class Diagnosis:
 
     @property
     def has_problem(self) -> bool:
-        """Whether something will not work at all."""
         return any(check.status == "problem" for check in self.checks)
 
 
 def diagnose() -> Diagnosis:
-    """Gather the facts and judge them; takes well under a second and loads neither torch nor transformers."""
+    """Gather the facts and judge them, in well under a second and without torch and transformers."""
     distributions = list(importlib.metadata.distributions())
     wheels = onnxruntime_wheels(distributions)
     versions = installed_versions(distributions)
@@ -219,7 +213,7 @@ def diagnose() -> Diagnosis:
 
 
 def imported_onnxruntime() -> str | None:
-    """The version that the files of the package say, whatever any metadata says."""
+    """The version in the package's files, whatever the metadata of the wheel says."""
     try:
         import onnxruntime
     except Exception:  # damaged: the CPU provider's check tells
@@ -228,7 +222,7 @@ def imported_onnxruntime() -> str | None:
 
 
 def read_hardware(cpu_model: str, root: Path = Path("/")) -> Hardware:
-    """What the system shows of GPUs and NPUs, without any vendor's library."""
+    """GPUs and NPUs that the system shows without a vendor's library."""
     has_nvidia = (root / "proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     return Hardware(
         cpu_model=cpu_model,
@@ -241,7 +235,6 @@ def read_hardware(cpu_model: str, root: Path = Path("/")) -> Hardware:
 
 
 def read_cpu() -> Cpu:
-    """The processor, from the best source that this system has."""
     model = ""
     features: dict[str, bool | None] = {}
     source = "numpy"
@@ -272,7 +265,7 @@ def read_cpu() -> Cpu:
 
 
 def usable_cores(logical_cores: int, cgroup: Path = CGROUP) -> float:
-    """The cores that affinity and a container's CPU quota leave to this process."""
+    """Cores that affinity and a container's CPU quota leave to this process."""
     cores = float(logical_cores)
     if sys.platform == "linux":
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -291,7 +284,7 @@ def read_memory(cgroup: Path = CGROUP) -> Memory:
 
 
 def model_of_cpuinfo(text: str) -> str:
-    """The processor's name; Arm gives numbers instead, which are better than nothing."""
+    """The processor's name; on Arm its numbers."""
     fields: dict[str, str] = dict(re.findall(r"^([^:\n]+?)\s*:\s*(.+)$", text, flags=re.MULTILINE))
     if "model name" in fields:
         return fields["model name"]
@@ -310,7 +303,6 @@ def features_of_cpuinfo(text: str, machine: str) -> dict[str, bool | None]:
 
 
 def model_of_sysctl(text: str) -> str:
-    """The processor's name in `sysctl machdep.cpu`."""
     match = re.search(r"^machdep\.cpu\.brand_string:\s*(.+)$", text, flags=re.MULTILINE)
     return match.group(1) if match else ""
 
@@ -327,7 +319,7 @@ def features_of_sysctl(text: str, machine: str) -> dict[str, bool | None]:
 
 
 def features_of_numpy(config: Any, machine: str) -> dict[str, bool | None]:
-    """Features by numpy's start-up detection (`np.show_config(mode="dicts")`), which knows only some."""
+    """Features by numpy's start-up detection (`np.show_config(mode="dicts")`), which is incomplete."""
     simd = config.get("SIMD Extensions", {})
     present = {*simd.get("baseline", ()), *simd.get("found", ())}
     absent = set(simd.get("not found", ()))

@@ -1,13 +1,13 @@
-"""How long one matrix product takes on this machine, for each shape of a model, in float and in integers.
+"""Time of one MatMul on this machine, for each shape of a model, in float and in integers.
 
-What is timed is what is exported: graphs of the operators that the exporter writes, opened with the options
-that models are opened with. A decoded token reads every weight of a model once, so each product finds its
-weights in memory unless the whole model fits into the cache; several copies of a shape, run in turn, do the
-same. The formats of a shape are measured in turns too, with a pause before each, because a machine has
-phases and the threads of the session before still look out for work. What is kept is the median of several
-turns, each its fastest run, and the distance between their quartiles.
+Timed are graphs of the operators that the exporter writes, opened with the session options of a model. A
+decoded token reads every weight of a model once, so each product finds its weights in memory unless the whole
+model fits into the cache; several copies of a shape, run in turn, do so too. The formats of a shape are also
+measured in turns, with a pause before each, because a machine has phases and the worker threads of the
+session before still spin. Kept are the median of several turns, of which each counts its fastest run, and
+the distance between their quartiles.
 
-The graphs are the exporter's business, so the caller brings a function that writes them:
+The export room builds the graphs, so the caller passes the functions:
 
     build = quantkit.export.probes.write_product_probe
     num_bytes = quantkit.export.probes.product_bytes
@@ -17,15 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
-import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -33,8 +29,8 @@ import onnxruntime
 from quantkit.model.model_map import to_json
 from quantkit.plan.min_dim import FLOAT, Product, ShapeTime
 from quantkit.runtime.graph import open_graph
+from quantkit.runtime.machine.cache import Key, machine_key, read_measured, write_measured
 from quantkit.runtime.machine.facts import read_memory
-from quantkit.runtime.machine.throughput import cache_folder, machine_key
 
 CACHE_INDEX = Path("/sys/devices/system/cpu/cpu0/cache")
 USUAL_CACHE_BYTES = 32 << 20
@@ -53,8 +49,6 @@ NumBytes = Callable[[Product, str], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How thoroughly to measure."""
-
     threads: int
     turns: int = NUM_TURNS
     turn_seconds: float = TURN_SECONDS
@@ -72,39 +66,39 @@ def measure_products(
 ) -> tuple[ShapeTime, ...]:
     """Times of every distinct shape in float, in its own format and in `formats`, for 1 row and for a prompt.
 
-    Known times of this machine are not measured again. A shape too large for the memory is left out.
-    `progress` is told of each shape that is done.
+    Kept times of this machine are not measured again. A shape too large for the memory is left out.
+    `progress` counts the shapes.
     """
-    every = list(products)
+    products = list(products)
     shapes: dict[tuple[int, int], list[Product]] = {}
-    for product in every:
+    for product in products:
         shapes.setdefault((product.in_features, product.out_features), []).append(product)
     key = {**machine_key(), **to_json(settings)}
-    known, made = read_times(key), []
+    kept, times = read_times(key), []
     for alike in shapes.values():
         first = alike[0]
-        names = dict.fromkeys((FLOAT, *formats, *(each.format_name for each in alike)))
-        rows = tuple(dict.fromkeys((1, *(each.prompt_rows for each in alike))))
+        names = dict.fromkeys((FLOAT, *formats, *(product.format_name for product in alike)))
+        rows = tuple(dict.fromkeys((1, *(product.prompt_rows for product in alike))))
         copies = {
             (name, count): num_copies(
-                num_bytes(first, name), sum(num_bytes(each, name) for each in every), rows=count
+                num_bytes(first, name), sum(num_bytes(product, name) for product in products), rows=count
             )
             for name in names
             for count in rows
         }
-        labels = {each: _label(first, *each, number) for each, number in copies.items()}
+        labels = {run: _label(first, *run, number) for run, number in copies.items()}
         fits = num_bytes(first, FLOAT) < read_memory().available_bytes // SHARE_OF_MEMORY
-        if fits and not all(label in known for label in labels.values()):
-            for each in _measure_shape(first, copies, build=build, settings=settings):
-                known[labels[each.format_name, each.rows]] = each
-            write_times(key, known)
-        made += [known[label] for label in labels.values() if label in known]
+        if fits and not all(label in kept for label in labels.values()):
+            for measured in _measure_shape(first, copies, build=build, settings=settings):
+                kept[labels[measured.format_name, measured.rows]] = measured
+            write_measured("shapes", key, to_json(kept))
+        times += [kept[label] for label in labels.values() if label in kept]
         progress(1)
-    return tuple(made)
+    return tuple(times)
 
 
 def num_copies(one_bytes: int, model_bytes: int, *, rows: int = 1) -> int:
-    """So many that going round them reads memory, or as much as the model has where that is less.
+    """Copies of a product whose weights exceed the cache, or the bytes of the model where these are fewer.
 
     A cache that a virtual machine reports may be a part of the real one, hence the wide margin. Many rows
     take longer to compute than to read, so fewer copies serve them.
@@ -115,7 +109,7 @@ def num_copies(one_bytes: int, model_bytes: int, *, rows: int = 1) -> int:
 
 
 def _label(product: Product, name: str, rows: int, copies: int) -> str:
-    """What a time is kept under: all that it depends on."""
+    """Key of a time in the cache: everything that it depends on."""
     extra = ("+bias" if product.has_bias else "") + ("+table" if product.reads_table else "")
     return f"{product.in_features} x {product.out_features}{extra}, {name}, {rows} rows, {copies} copies"
 
@@ -163,12 +157,12 @@ def _measure_shape(
             in_features=product.in_features,
             out_features=product.out_features,
             format_name=name,
-            rows=each,
-            median_us=round(float(quartiles[name, each][1]), 3),
-            spread_us=round(float(quartiles[name, each][2] - quartiles[name, each][0]), 3),
-            runs=num_runs[name, each],
+            rows=rows,
+            median_us=round(float(quartiles[name, rows][1]), 3),
+            spread_us=round(float(quartiles[name, rows][2] - quartiles[name, rows][0]), 3),
+            runs=num_runs[name, rows],
         )
-        for name, each in samples
+        for name, rows in samples
     ]
 
 
@@ -192,12 +186,14 @@ def _take_turn(run: Callable[[], None], settings: Settings) -> tuple[float, int]
 def _runner(
     session: onnxruntime.InferenceSession, product: Product, rows: int, copies: int
 ) -> Callable[[], None]:
-    """A run of all copies. They read one input and write one output: a model's products find their input in
-    the cache, and their outputs use the same memory again and again."""
+    """A run of all copies, which read one input and write one output.
+
+    In a model, too, products find their input in the cache, and their outputs share memory.
+    """
     generator = np.random.default_rng(0)
     x = generator.standard_normal((1, rows, product.in_features), dtype=np.float32)
     y = np.zeros((1, rows, product.out_features), np.float32)
-    values = [onnxruntime.OrtValue.ortvalue_from_numpy(each) for each in (x, y)]
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in (x, y)]
     binding = session.io_binding()
     for number in range(copies):
         binding.bind_ortvalue_input(f"x_{number}", values[0])
@@ -211,36 +207,15 @@ def _runner(
     return run
 
 
-def _cache_path(key: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"shapes-{digest[:16]}.json"
-
-
-def read_times(key: Mapping[str, Any]) -> dict[str, ShapeTime]:
+def read_times(key: Key) -> dict[str, ShapeTime]:
     """Times kept for this machine, by label; none where there are none or the file is damaged."""
     try:
-        content = json.loads(_cache_path(key).read_text(encoding="utf-8"))
-        times = {str(label): ShapeTime(**values) for label, values in content["times"].items()}
+        kept = (read_measured("shapes", key) or {}).items()
+        times = {str(label): ShapeTime(**values) for label, values in kept}
         figures = [
-            figure for each in times.values() for figure in (each.median_us, each.spread_us, each.runs)
+            figure for time in times.values() for figure in (time.median_us, time.spread_us, time.runs)
         ]
         is_sound = all(math.isfinite(figure) and figure >= 0 for figure in figures)
-        is_same_machine = content["key"] == dict(key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (TypeError, AttributeError):
         return {}
-    return times if is_same_machine and is_sound else {}
-
-
-def write_times(key: Mapping[str, Any], times: Mapping[str, ShapeTime]) -> bool:
-    """Keep times, replacing the file at once; False when the folder cannot be written."""
-    path = _cache_path(key)
-    text = json.dumps({"key": dict(key), "times": to_json(dict(times))}, indent=1) + "\n"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        return False
-    return True
+    return times if is_sound else {}

@@ -1,11 +1,11 @@
-"""What the running machine reaches: read bandwidth, FP32 and INT8 arithmetic, the cost of starting a node.
+"""Throughput of this machine: read bandwidth, FP32 and INT8 arithmetic, the cost of starting a node.
 
-The machine table holds peaks; these figures are what onnxruntime's own kernels reach here, which is what a
-roofline for `--device this` should be drawn with. Each is the median of repeated runs after a warm-up, kept
-with its spread. Bandwidth is read by numpy: a plain sum keeps up with memory, and numpy releases the GIL, so
-that one thread for each core reads a part of its own.
+The machine table holds peaks; these figures are those of onnxruntime's kernels on this machine, for the
+roofline of `--device this`. Each is the median of repeated runs after a warm-up, kept with its spread.
+Bandwidth is read by numpy: a plain sum keeps up with memory, and numpy releases the GIL, so that one thread
+for each core reads a part of its own.
 
-The models come in as bytes, since building ONNX is the exporter's business:
+The export room builds the models, so they are passed as bytes:
 
     models = quantkit.export.probes.build_probe_models()
     measured = measure_throughput(**{field.name: getattr(models, field.name) for field in fields(models)})
@@ -16,25 +16,18 @@ A measurement takes about three seconds and is cached for the same processor, on
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.metadata
-import json
 import math
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-import quantkit
 from quantkit.model.model_map import to_json
-from quantkit.runtime.machine.checks import onnxruntime_wheels
+from quantkit.runtime.machine.cache import Key, read_measured, write_measured
 from quantkit.runtime.machine.facts import read_cpu, read_memory
 
 BUFFER_BYTES = 256 << 20  # several times the last-level cache of a desktop or a small server
@@ -43,8 +36,6 @@ BUFFER_BYTES_PER_THREAD = 32 << 20  # the cache of large servers grows with thei
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Repeated runs of one thing."""
-
     num_samples: int
     median_ms: float
     fastest_ms: float
@@ -53,7 +44,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """What was measured; 1 GB = 1e9 bytes, 1 tera-op = 1e12 operations a second, a MAC counted as 2."""
+    """Measured throughput; 1 GB = 1e9 bytes, 1 tera-op = 1e12 operations a second, a MAC counts as 2."""
 
     bandwidth_gb_per_s: float  # reading
     fp32_tera_ops: float
@@ -67,7 +58,7 @@ class Throughput:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the typical run was far slower than the fastest: something else was using the machine."""
+        """Whether the typical run was far slower than the fastest: other programs used the machine."""
         return any(timing.median_ms > 1.5 * timing.fastest_ms for timing in self.timings.values())
 
 
@@ -82,7 +73,7 @@ def measure_throughput(
     num_threads: int | None = None,
     seconds: float = 2.5,
 ) -> Throughput:
-    """Measure this machine for about `seconds`, setting up aside, with one thread for each usable core."""
+    """Measure for about `seconds` plus set-up, with one thread for each usable core."""
     threads = num_threads or read_cpu().num_threads
     share = seconds / 5
     buffer_bytes = _buffer_bytes(threads, read_memory().available_bytes)
@@ -112,84 +103,29 @@ def measure_throughput(
     )
 
 
-def median_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
-    """How fast memory is read just now, as a median of some runs."""
-    num_bytes, timing = _time_reading(num_threads, seconds)
-    return num_bytes / timing.median_ms / 1e6
-
-
-def read_bandwidth_gb_per_s(num_threads: int, *, seconds: float = 0.5) -> float:
-    """The fastest that memory was read just now: what no model on these threads can beat by much."""
-    num_bytes, timing = _time_reading(num_threads, seconds)
-    return num_bytes / timing.fastest_ms / 1e6
-
-
-def _time_reading(num_threads: int, seconds: float) -> tuple[int, Timing]:
+def read_bandwidth_gb_per_s(
+    num_threads: int, *, seconds: float = 0.5, of: Literal["fastest", "median"] = "fastest"
+) -> float:
+    """Memory bandwidth of the fastest read, which no model on these threads beats by much, or the median."""
     num_bytes = _buffer_bytes(num_threads, read_memory().available_bytes)
-    return num_bytes, _time_read(num_bytes, num_threads, seconds)
+    timing = _time_read(num_bytes, num_threads, seconds)
+    return num_bytes / (timing.fastest_ms if of == "fastest" else timing.median_ms) / 1e6
 
 
-def machine_key() -> dict[str, str | int]:
-    """What a measurement depends on: another value of any of these asks for a new one."""
-    cpu = read_cpu()
-    wheels = onnxruntime_wheels(importlib.metadata.distributions())
-    return {
-        "cpu": cpu.model,
-        "logical_cores": cpu.logical_cores,
-        "num_threads": cpu.num_threads,
-        "onnxruntime": ", ".join(f"{name} {version}" for name, version in sorted(wheels.items())),
-        "quantkit": quantkit.__version__,
-    }
-
-
-def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """$QUANTKIT_CACHE, else $XDG_CACHE_HOME/quantkit, else ~/.cache/quantkit."""
-    variables = os.environ if environment is None else environment
-    if variables.get("QUANTKIT_CACHE"):
-        return Path(variables["QUANTKIT_CACHE"]).expanduser()
-    xdg = Path(variables.get("XDG_CACHE_HOME", ""))  # a relative one is to be ignored, says its specification
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "quantkit"
-
-
-def cache_path(key: Mapping[str, str | int]) -> Path:
-    """The file that holds the measurement of this key."""
-    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"machine-{digest[:16]}.json"
-
-
-def read_cache(key: Mapping[str, str | int]) -> Throughput | None:
-    """The cached measurement, or None when there is none or it is damaged: measuring again costs seconds."""
+def read_cache(key: Key) -> Throughput | None:
+    """The cached measurement, or None where there is none or it is damaged: measuring again costs seconds."""
     try:
-        content = json.loads(cache_path(key).read_text(encoding="utf-8"))
-        throughput = _from_json(content["throughput"])
-        is_same_machine = content["key"] == dict(key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _from_json(read_measured("machine", key))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return throughput if is_same_machine else None
 
 
-def write_cache(key: Mapping[str, str | int], throughput: Throughput) -> bool:
-    """Keep a measurement, replacing the file at once; False when the folder cannot be written."""
-    path = cache_path(key)
-    text = json.dumps({"key": dict(key), "throughput": to_json(throughput)}, indent=2) + "\n"
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(text)
-        Path(temporary).replace(path)
-    except OSError:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        return False
-    return True
+def write_cache(key: Key, throughput: Throughput) -> bool:
+    return write_measured("machine", key, to_json(throughput))
 
 
 def _from_json(values: Any) -> Throughput:
-    """The record that was written, or an exception when a figure is missing or impossible."""
+    """The record, or an exception where a figure is missing or impossible."""
     names = {field.name for field in dataclasses.fields(Throughput)}
     if set(values) != names:
         raise ValueError("fields differ")
@@ -222,7 +158,7 @@ def _time_model(model: bytes, num_threads: int, seconds: float, *, optimise: boo
 
 
 def _time_read(buffer_bytes: int, num_threads: int, seconds: float) -> Timing:
-    """Sum a buffer of ones, each thread its own part; the sums are checked, so nothing can be skipped."""
+    """Sum a buffer of ones, each thread its own part; the sums are checked, so that no read is skipped."""
     num_values = buffer_bytes // 8 // num_threads
     with ThreadPoolExecutor(num_threads) as pool:
         parts = list(pool.map(lambda _: np.ones(num_values), range(num_threads)))
@@ -253,6 +189,6 @@ def _time(run: Callable[[], object], seconds: float) -> Timing:
 
 
 def _buffer_bytes(num_threads: int, available_bytes: int) -> int:
-    """Well beyond the caches, at most a quarter of the free memory, the same whole part for each thread."""
-    wanted = min(max(BUFFER_BYTES, BUFFER_BYTES_PER_THREAD * num_threads), available_bytes // 4)
-    return wanted // (8 * num_threads) * (8 * num_threads)
+    """Well beyond the caches, at most a quarter of the free memory, a multiple of 8 bytes a thread."""
+    num_bytes = min(max(BUFFER_BYTES, BUFFER_BYTES_PER_THREAD * num_threads), available_bytes // 4)
+    return num_bytes // (8 * num_threads) * (8 * num_threads)

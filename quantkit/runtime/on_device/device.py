@@ -1,4 +1,4 @@
-"""What `run.py` stands on: the files of the package, sessions, the command line, texts in and out.
+"""Shared by both runners: the files of the package, sessions, the command line, texts in and out.
 
 Needs onnxruntime, tokenizers and numpy alone, and onnxruntime-qnn for `--provider qnn`.
 """
@@ -37,13 +37,13 @@ Outputs = dict[str, Any]
 
 
 def read(name: str) -> dict[str, Any]:
-    """One of the JSON files; empty where there is none."""
+    """A JSON file beside this one; empty where there is none."""
     path = HERE / name
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def arguments(description: str | None, *providers: str) -> argparse.Namespace:
-    """What was typed; `--check` is done here, and alone it is all."""
+    """The command line; `--check` is done here, and without texts it is all."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("texts", nargs="*")
     parser.add_argument("--provider", choices=providers, default=providers[0])
@@ -53,25 +53,25 @@ def arguments(description: str | None, *providers: str) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: all cores")
     parser.add_argument("--json", action="store_true", help="print token ids too")
     parser.add_argument("--check", action="store_true", help="compare every file with the manifest")
-    asked = parser.parse_args()
-    if not asked.texts and not asked.check:
+    options = parser.parse_args()
+    if not options.texts and not options.check:
         parser.error("give a text, or --check")
-    for name, wanted in read("manifest.json")["files"].items() if asked.check else ():
-        if not (HERE / name).exists() or hashlib.sha256((HERE / name).read_bytes()).hexdigest() != wanted:
+    for name, digest in read("manifest.json")["files"].items() if options.check else ():
+        if not (HERE / name).exists() or hashlib.sha256((HERE / name).read_bytes()).hexdigest() != digest:
             sys.exit(f"{name} is not as it was packed; copy the package again")
-    if not asked.texts:
+    if not options.texts:
         sys.exit(0)
-    if asked.provider != "cpu":  # whose library prints too; what it says goes to the errors
+    if options.provider != "cpu":  # whose library prints too: to standard error
         sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
-    return asked
+    return options
 
 
-def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> Any:
-    """A graph on the CPU, or all of it on the NPU, there from its compiled form where that fits."""
+def open_session(name: str, arguments: argparse.Namespace, **cpu_settings: str) -> Any:
+    """A graph on the CPU, or all of it on the NPU, there from its compiled graph where that fits."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = asked.threads, 4
-    if asked.provider == "cpu":
+    options.intra_op_num_threads, options.log_severity_level = arguments.threads, 4
+    if arguments.provider == "cpu":
         for key, value in cpu_settings.items():
             options.add_session_config_entry(f"session.{key}", value)
         return onnxruntime.InferenceSession(str(HERE / name), options, ["CPUExecutionProvider"])
@@ -81,10 +81,10 @@ def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> A
         sys.exit("provider qnn needs the package onnxruntime-qnn: pip install onnxruntime-qnn")
     try:
         ep_name = plugin.get_ep_name()
-        if all(each.ep_name != ep_name for each in onnxruntime.get_ep_devices()):
+        if all(device.ep_name != ep_name for device in onnxruntime.get_ep_devices()):
             onnxruntime.register_execution_provider_library(ep_name, plugin.get_library_path())
-        found = [each for each in onnxruntime.get_ep_devices() if each.ep_name == ep_name]
-        device = next((each for each in found if each.device.type.name == "NPU"), found[0])
+        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == ep_name]
+        device = next((device for device in devices if device.device.type.name == "NPU"), devices[0])
         emulated = {"htp_arch": "73"} if device.device.type.name == "CPU" else {}
         options.add_provider_for_devices([device], {"backend_type": "htp", **emulated})
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
@@ -101,32 +101,32 @@ def open_session(name: str, asked: argparse.Namespace, **cpu_settings: str) -> A
         sys.exit(f"provider qnn cannot run {name}: {' '.join(str(error).split())[:300]}")
 
 
-def run(session: Any, wanted: dict[str, Any]) -> Outputs:
-    """All outputs by name; the graph is fed what it has inputs for, in their types."""
-    inputs = session.get_inputs()
-    feeds = {each.name: np.ascontiguousarray(wanted[each.name], TYPES[each.type]) for each in inputs}
-    names = [each.name for each in session.get_outputs()]
+def run(session: Any, inputs: dict[str, Any]) -> Outputs:
+    """All outputs by name; inputs that the graph does not have are left out."""
+    feeds = {
+        value.name: np.ascontiguousarray(inputs[value.name], TYPES[value.type])
+        for value in session.get_inputs()
+    }
+    names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
 def pasts(session: Any) -> dict[str, Any]:
-    """The inputs that hold keys and values."""
-    return {each.name: each for each in session.get_inputs() if each.name.startswith("past_key_values")}
+    return {value.name: value for value in session.get_inputs() if value.name.startswith("past_key_values")}
 
 
 def length_of(session: Any, name: str) -> int:
-    """How many tokens an input of [1, tokens] holds."""
-    return int(next(each.shape[1] for each in session.get_inputs() if each.name == name))
+    return int(next(value.shape[1] for value in session.get_inputs() if value.name == name))
 
 
-def chooser(asked: argparse.Namespace) -> Callable[[Any], int]:
-    """What picks a token from its logits: the most likely one, or a drawn one."""
-    random = np.random.default_rng(asked.seed)
+def chooser(options: argparse.Namespace) -> Callable[[Any], int]:
+    """The choice of a token from its logits: the most likely one, or a drawn one."""
+    random = np.random.default_rng(options.seed)
 
     def choose(logits: Any) -> int:
-        if asked.temperature == 0:
+        if options.temperature == 0:
             return int(logits.argmax())
-        scores = logits.astype(np.float64) / asked.temperature
+        scores = logits.astype(np.float64) / options.temperature
         weights = np.exp(scores - scores.max())
         sums = np.cumsum(weights / weights.sum())
         return min(int((sums <= random.random() * sums[-1]).sum()), len(sums) - 1)
@@ -135,12 +135,11 @@ def chooser(asked: argparse.Namespace) -> Callable[[Any], int]:
 
 
 def stops() -> list[int]:
-    """The tokens that end a text."""
     ends: Any = read("generation_config.json").get("eos_token_id", read("config.json").get("eos_token_id"))
     return ends if isinstance(ends, list) else [ends]
 
 
-def told(outputs: Outputs, count: int) -> dict[str, Any]:
+def summary(outputs: Outputs, count: int) -> dict[str, Any]:
     """The mean vector of a text's tokens, or another encoder's own outputs."""
     if "last_hidden_state" in outputs:
         return {"vector": outputs["last_hidden_state"][0, :count].mean(axis=0).tolist()}
@@ -151,29 +150,29 @@ def told(outputs: Outputs, count: int) -> dict[str, Any]:
 
 
 def answer(
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     context: int | None,
     generate: Callable[[list[int]], Iterator[int]] | None,
     encode: Callable[[list[int], list[int]], Outputs],
 ) -> None:
-    """One text after the other: continued as tokens come, or a line of what an encoder says."""
+    """One text after the other: continued as tokens come, or one line of an encoder's outputs."""
     tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    for text in asked.texts:
-        encoding, num_new = tokenizer.encode(text), max(1, asked.max_new_tokens) if generate else 0
+    for text in options.texts:
+        encoding, num_new = tokenizer.encode(text), max(1, options.max_new_tokens) if generate else 0
         if not encoding.ids or len(encoding.ids) + num_new > (context or sys.maxsize):
             sys.exit(f"{len(encoding.ids)} tokens and {num_new} new ones; allowed: 1 to {context} together")
         if generate is None:
             outputs = encode(encoding.ids, encoding.type_ids)
-            print(json.dumps({"text": text, **told(outputs, len(encoding.ids))}))
+            print(json.dumps({"text": text, **summary(outputs, len(encoding.ids))}))
             continue
-        made, shown = list[int](), ""
+        tokens, shown = list[int](), ""
         for token in generate(encoding.ids):
-            made.append(token)
-            so_far = tokenizer.decode(made)
-            if not asked.json and not so_far.endswith("\ufffd"):  # part of a character
+            tokens.append(token)
+            so_far = tokenizer.decode(tokens)
+            if not options.json and not so_far.endswith("\ufffd"):  # part of a character
                 print((text if not shown else "") + so_far[len(shown) :], end="", flush=True)
                 shown = so_far
-        document = {"prompt": text, "text": tokenizer.decode(made), "tokens": made}
-        print(json.dumps(document) if asked.json else "")
+        document = {"prompt": text, "text": tokenizer.decode(tokens), "tokens": tokens}
+        print(json.dumps(document) if options.json else "")

@@ -1,7 +1,7 @@
 """Runs the model that lies beside this file, with onnxruntime, tokenizers and numpy alone.
 
-python run.py "Once upon a time"    a decoder continues the text, its key-value cache written in place
-python run.py "One text" "Another"  an encoder prints one line a text: its vector, or what it says of it
+python run.py "Once upon a time"    a decoder continues the text, its KV cache written in place
+python run.py "One text" "Another"  an encoder prints one line a text: its vector, or its outputs
 python run.py --check               compares every file with the manifest
 """
 
@@ -12,31 +12,31 @@ import device
 import numpy as np
 import onnxruntime
 
-ASKED, STOPS = device.arguments(__doc__, "cpu"), device.stops()
-# Without VNNI an x86 CPU cuts off sums of 8-bit products, and this takes exact ones; the two products of one
-# weight that 16-bit inputs need it cannot rewrite.
+OPTIONS, STOPS = device.arguments(__doc__, "cpu"), device.stops()
+# Without VNNI an x86 CPU saturates sums of 8-bit products; this setting makes them exact. onnxruntime cannot
+# rewrite the two products of one weight that 16-bit inputs need.
 IS_EXACT = "static16" in str(device.read("manifest.json").get("scheme"))
-SESSION = device.open_session("model.onnx", ASKED, **({} if IS_EXACT else {"x64quantprecision": "1"}))
+SESSION = device.open_session("model.onnx", OPTIONS, **({} if IS_EXACT else {"x64quantprecision": "1"}))
 PASTS = device.pasts(SESSION)
 
 
 def generate(ids: list[int]) -> Iterator[int]:
-    """New tokens, one by one; the past and the present of a layer are the same memory."""
-    binding, held, capacity = SESSION.io_binding(), len(ids), len(ids) + ASKED.max_new_tokens
+    """New tokens, one by one; past and present of a layer share their memory."""
+    binding, length, capacity = SESSION.io_binding(), len(ids), len(ids) + OPTIONS.max_new_tokens
     for name, past in PASTS.items():
         empty = np.zeros((1, past.shape[1], capacity, past.shape[3]), device.TYPES[past.type])
         memory = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
         binding.bind_ortvalue_input(name, memory)
         binding.bind_ortvalue_output(name.replace("past_key_values", "present"), memory)
-    width = next(each.shape[2] for each in SESSION.get_outputs() if each.name == "logits")
-    logits, choose = np.empty((1, 1, width), np.float32), device.chooser(ASKED)
+    width = next(value.shape[2] for value in SESSION.get_outputs() if value.name == "logits")
+    logits, choose = np.empty((1, 1, width), np.float32), device.chooser(OPTIONS)
     binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))
-    # Products take tokens in pairs and sum an odd one in another order: an odd prompt is padded by one.
-    chunk = np.array([ids + [0] * (held % 2)], np.int64)
-    mask = (np.arange(capacity) < held).astype(np.int64)[None]
+    # MatMuls take rows in pairs and sum an odd row in another order: an odd prompt is padded by one.
+    chunk = np.array([ids + [0] * (length % 2)], np.int64)
+    mask = (np.arange(capacity) < length).astype(np.int64)[None]
     shown, token, place = mask[:, : chunk.shape[1]], np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
     inputs = {"input_ids": chunk, "position_ids": shown.cumsum(axis=1) - 1, "attention_mask": shown}
-    for made in range(ASKED.max_new_tokens):
+    for number in range(OPTIONS.max_new_tokens):
         for name, values in inputs.items():
             binding.bind_cpu_input(name, values)
         SESSION.run_with_iobinding(binding)
@@ -44,16 +44,15 @@ def generate(ids: list[int]) -> Iterator[int]:
         yield chosen
         if chosen in STOPS:
             return
-        # What a token is read from stays bound from the first one on, and is filled anew for each.
-        inputs = {} if made else {"input_ids": token, "position_ids": place, "attention_mask": mask}
-        token[0, 0], place[0, 0], mask[0, held + made] = chosen, held + made, 1
+        # The inputs of a token stay bound from the first one on; their values change.
+        inputs = {} if number else {"input_ids": token, "position_ids": place, "attention_mask": mask}
+        token[0, 0], place[0, 0], mask[0, length + number] = chosen, length + number, 1
 
 
 def encode(ids: list[int], kinds: list[int]) -> device.Outputs:
-    """What an encoder gives for a text."""
-    wanted = {"input_ids": [ids], "attention_mask": np.ones_like([ids]), "token_type_ids": [kinds]}
-    return device.run(SESSION, wanted | {"position_ids": np.arange(len(ids))[None]})
+    inputs = {"input_ids": [ids], "attention_mask": np.ones_like([ids]), "token_type_ids": [kinds]}
+    return device.run(SESSION, inputs | {"position_ids": np.arange(len(ids))[None]})
 
 
 CONTEXT = json.loads(SESSION.get_modelmeta().custom_metadata_map["quantkit"]).get("max_positions")
-device.answer(ASKED, CONTEXT, generate if PASTS else None, encode)
+device.answer(OPTIONS, CONTEXT, generate if PASTS else None, encode)

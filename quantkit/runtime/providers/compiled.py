@@ -1,10 +1,10 @@
-"""What a provider made of a graph, kept for the next start: compiling for an NPU is slow, opening is not.
+"""Compiled graphs kept for the next start: compiling for an NPU is slow, opening a compiled graph is not.
 
-onnxruntime writes a provider's compiled form as one more ONNX file (EPContext), which opens like a model. It
-lies in `compiled/` beside the graph, or in the cache folder where that cannot be written, and a JSON file
-beside it says what it was made from: provider, versions, device, options, and a hash of the graph with its
-weights. Where anything differs it is compiled again, and the reason is said. The kept file's own hash is
-looked at before anything opens it, because vendors' libraries crash on damaged files.
+onnxruntime writes a provider's compiled graph as one more ONNX file (EPContext), which opens like a model. It
+lies in `compiled/` beside the graph, or in the cache folder where that cannot be written. A JSON record
+beside it holds its origin: provider, versions, device, options, and a hash of the graph with its weights.
+Where anything differs the graph is compiled again, and the reason is reported. The hash of the kept file is
+checked before anything opens it, because vendors' libraries crash on damaged files.
 https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
 """
 
@@ -23,38 +23,38 @@ from typing import Any
 import onnxruntime
 import psutil
 
-from quantkit.runtime.machine.throughput import cache_folder
+from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.providers.table import Provider, device_of, one_line, open_on, options_of, version_of
 
 FOLDER = "compiled"
-WEIGHT_FILES = (".safetensors", ".data", ".bin", ".weights")  # what a graph may point into
-# Words for what differs, in the order in which they explain most.
-WORDS = {
+WEIGHT_FILES = (".safetensors", ".data", ".bin", ".weights")  # external data of a graph
+# Reasons to compile again by field of the origin, the most telling first.
+REASONS = {
     "model_sha256": "the model has changed",
-    "provider_version": "it was compiled by version {kept}, and {found} is here",
-    "onnxruntime": "it was compiled under onnxruntime {kept}, and {found} is here",
+    "provider_version": "it was compiled by version {kept}, and {now} is here",
+    "onnxruntime": "it was compiled under onnxruntime {kept}, and {now} is here",
     "device": "it was compiled for another device",
     "options": "it was compiled with other options",
     "provider": "it was compiled for {kept}",
 }
-Options = Callable[[], onnxruntime.SessionOptions]  # fresh ones: a provider can be added to them once
+Options = Callable[[], onnxruntime.SessionOptions]  # fresh ones: a provider can be added only once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """All that a compiled form depends on."""
+    """Everything that a compiled graph depends on."""
 
     provider: str
     provider_version: str
     onnxruntime: str
     device: str
     options: str
-    model_sha256: str  # of the graph and the weights that it points into
+    model_sha256: str  # of the graph and its external weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A compiled form that is sound and fits, or why there is none."""
+    """A compiled graph that is sound and fits, or the reason why there is none."""
 
     context: Path | None
     reason: str = ""  # empty too where nothing was kept yet
@@ -62,15 +62,12 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A session, and what was said about its compiled form."""
-
     session: onnxruntime.InferenceSession
     is_reused: bool
-    said: str  # one line; empty where the kept form was used
+    message: str  # one line; empty where the kept graph was used
 
 
 def origin_of(provider: Provider, model: Path) -> Origin:
-    """What a form that is compiled now would depend on."""
     return Origin(
         provider=provider.name,
         provider_version=version_of(provider),
@@ -94,31 +91,30 @@ def model_hash(model: Path) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of one file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def places_of(model: Path) -> tuple[Path, Path]:
-    """Where compiled forms of a graph are looked for and written: beside it, and the cache folder."""
+    """Folders of a graph's compiled forms: beside it, and in the cache folder."""
     key = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:16]
     return model.parent / FOLDER, cache_folder() / FOLDER / key
 
 
 def name_of(provider: Provider, model: Path) -> str:
-    """Of the compiled file; its record has the same with `.json`."""
+    """Name of the compiled file; that of its record ends in `.json`."""
     return f"{model.stem}.{provider.name}.onnx"
 
 
 def find(provider: Provider, model: Path, origin: Origin | None = None) -> Kept:
-    """The compiled form that fits what is installed here and the graph as it is now."""
-    wanted = origin or origin_of(provider, model)
+    """The compiled graph that fits the installed versions and the graph as it is now."""
+    origin = origin or origin_of(provider, model)
     reasons = []
     for place in places_of(model):
         context = place / name_of(provider, model)
         if not context.exists() and not _record_of(context).exists():
             continue
-        reason = _why_stale(context, wanted)
+        reason = _why_stale(context, origin)
         if not reason:
             return Kept(context=context)
         reasons.append(reason)
@@ -126,25 +122,28 @@ def find(provider: Provider, model: Path, origin: Origin | None = None) -> Kept:
 
 
 def start(provider: Provider, model: Path, options: Options) -> Started:
-    """A session from the compiled form where one fits; else compiled now, and kept for the next start."""
+    """A session from the compiled graph where one fits; else compiled now, and kept for the next start."""
     origin = origin_of(provider, model)
     kept = find(provider, model, origin)
     reason = kept.reason
     if kept.context is not None:
         try:
-            return Started(session=open_on(provider, str(kept.context), options()), is_reused=True, said="")
+            return Started(
+                session=open_on(provider, str(kept.context), options()), is_reused=True, message=""
+            )
         except Exception as error:  # onnxruntime's and the vendor's share no base class
             reason = f"it does not open ({one_line(error)})"
-    session, said = compile_kept(provider, model, options, origin)
+    session, why_not_kept = compile_kept(provider, model, options, origin)
     again = f"{model.name} was compiled again for {provider.name}: {reason}" if reason else ""
-    return Started(session=session, is_reused=False, said="; ".join(filter(None, (again, said))))
+    message = "; ".join(filter(None, (again, why_not_kept)))
+    return Started(session=session, is_reused=False, message=message)
 
 
 def compile_kept(
     provider: Provider, model: Path, options: Options, origin: Origin | None = None
 ) -> tuple[onnxruntime.InferenceSession, str]:
-    """(a session compiled from the graph, why its compiled form could not be kept, if so)."""
-    wanted = origin or origin_of(provider, model)
+    """(a session compiled from the graph, the reason why the compiled graph could not be kept)."""
+    origin = origin or origin_of(provider, model)
     place, why_not = _writable(places_of(model))
     if place is None:
         return open_on(provider, str(model), options()), f"what was compiled cannot be kept ({why_not})"
@@ -153,23 +152,21 @@ def compile_kept(
     _remove_leftovers(context)
     settings = options()
     settings.add_session_config_entry("ep.context_enable", "1")
-    settings.add_session_config_entry(
-        "ep.context_embed_mode", "1"
-    )  # one file, so that a rename moves it whole
+    settings.add_session_config_entry("ep.context_embed_mode", "1")  # one file: a rename moves it whole
     settings.add_session_config_entry("ep.context_file_path", str(partial))
     try:
         began = time.perf_counter()
         try:
             session = open_on(provider, str(model), settings)
         except Exception as error:
-            # Either the provider refuses the graph, which this says again, or it cannot give its form away.
+            # The provider refuses the graph, and this raises again, or it cannot export its compiled graph.
             session = open_on(provider, str(model), options())
             return session, f"{provider.name} does not give away what it compiled ({one_line(error)})"
         compile_ms = (time.perf_counter() - began) * 1e3
         if not partial.exists():
             return session, f"{provider.name} gave no compiled form"
         try:
-            _publish(partial, context, wanted, compile_ms)
+            _publish(partial, context, origin, compile_ms)
         except OSError as error:
             return session, f"what was compiled cannot be kept ({error.strerror})"
         return session, ""
@@ -196,7 +193,7 @@ def _publish(partial: Path, context: Path, origin: Origin, compile_ms: float) ->
 
 
 def _remove_leftovers(context: Path) -> None:
-    """What killed runs began to write; the number in a name is that of the process."""
+    """Remove files of killed runs; the number in a name is the process id."""
     for path in context.parent.glob(f".*.{context.stem}.*"):
         number = path.name.split(".")[1]
         if number.isdigit() and not psutil.pid_exists(int(number)):
@@ -208,18 +205,18 @@ def _record_of(context: Path) -> Path:
     return context.with_suffix(".json")
 
 
-def _why_stale(context: Path, wanted: Origin) -> str:
-    """Why a kept form must not be used, or an empty string."""
+def _why_stale(context: Path, origin: Origin) -> str:
+    """Why a compiled graph must not be used, or an empty string."""
     try:
         record: Any = json.loads(_record_of(context).read_text(encoding="utf-8"))
         kept = {field.name: str(record[field.name]) for field in fields(Origin)}
         file_sha256 = str(record["file_sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return "no record says what it was compiled from"
-    found = asdict(wanted)
-    for key, words in WORDS.items():
-        if kept[key] != found[key]:
-            return words.format(kept=kept[key], found=found[key])
+    now = asdict(origin)
+    for key, words in REASONS.items():
+        if kept[key] != now[key]:
+            return words.format(kept=kept[key], now=now[key])
     try:
         is_sound = file_hash(context) == file_sha256
     except OSError:
@@ -228,7 +225,7 @@ def _why_stale(context: Path, wanted: Origin) -> str:
 
 
 def _writable(places: Sequence[Path]) -> tuple[Path | None, str]:
-    """The first folder that takes a file, or why none does."""
+    """The first folder that can be written, or the reason why none can."""
     why_not = ""
     for place in places:
         trial = place / f".{os.getpid()}.trial"

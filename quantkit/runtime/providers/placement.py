@@ -1,15 +1,15 @@
-"""Which provider runs which node of a graph, and what share of the products, by the runtime's own word.
+"""Placement: which provider runs which node of a graph, and its share of the MACs, as onnxruntime records it.
 
-onnxruntime keeps a record of what each provider took (`session.record_ep_graph_assignment_info`, from 1.24
-on). It lists the nodes of the graph as the providers were offered it, before any of them fused what it took,
-so a compiled part of a hundred nodes counts as a hundred and an operator that fell back keeps its name.
+onnxruntime records the nodes that each provider took (`session.record_ep_graph_assignment_info`, from 1.24
+on), as they were before any provider fused them. So a compiled part of a hundred nodes counts as a hundred,
+and an operator that fell back to the CPU keeps its name.
 
-A share of nodes says little: one projection works more than all reshapes together. So each node's MACs are
-counted too, from the shapes that onnxruntime's profiler notes while the CPU runs the same file once. That
-needs no parser of ONNX files here and holds for free sizes too. What is counted are products of matrices,
-attention and convolutions; everything else is nothing beside them.
+A share of nodes says little: one projection works more than all reshapes together. So the MACs of each node
+are counted too, from the shapes that onnxruntime's profiler notes while the CPU runs the file once. That
+needs no parser of ONNX files and holds for free sizes. Counted are matrix products, attention and
+convolutions; everything else is nothing beside them.
 
-Why a provider left a node is in no record. Some say it in their verbose log, which is read here.
+No record gives the reason for a node that fell back. Some providers give it in their verbose log.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from quantkit.runtime.graph import TYPES
 from quantkit.runtime.providers.table import Provider, open_on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedOperator:
-    """How many nodes of one operator a provider runs."""
+    """Nodes of one operator on one provider."""
 
     operator: str
     provider: str
@@ -44,34 +45,28 @@ class PlacedOperator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnplacedNode:
-    """A node that the asked provider left to the CPU."""
+    """A node that fell back to the CPU."""
 
     operator: str
     name: str
-    layer: str | None = None  # of the model; None for a node that belongs to none
-    reason: str | None = None  # where the runtime says
+    layer: str | None = None  # of the model; None where the node belongs to no layer
+    reason: str | None = None  # from the provider's log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """How much of the graph one provider runs."""
+    """The part of a graph that one provider runs."""
 
     provider: str
     node_fraction: float
     mac_fraction: float | None = None
-    num_nodes: int | None = None  # of the graph as it was shared out, before anything was fused
-    operators: tuple[PlacedOperator, ...] | None = None  # None here and below: taken for granted, not read
-    unplaced: tuple[UnplacedNode, ...] | None = None  # what it left to the CPU
+    num_nodes: int | None = None  # of the graph before any provider fused nodes
+    operators: tuple[PlacedOperator, ...] | None = None  # None here and below: not read
+    unplaced: tuple[UnplacedNode, ...] | None = None  # nodes left to the CPU
 
 
 RECORD = "session.record_ep_graph_assignment_info"
-NUM_TOKENS = 8  # of the text that the CPU reads once to tell all shapes, where the graph leaves that free
-TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
-    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
-    "tensor(int8)": np.int8, "tensor(uint8)": np.uint8, "tensor(int16)": np.int16,
-    "tensor(uint16)": np.uint16,
-}  # fmt: skip
+NUM_TOKENS = 8  # of the text that the CPU reads once for its shapes, where the graph leaves the length free
 # A plain product: every output value is a sum over the rows of the second factor.
 PRODUCTS = frozenset(
     (
@@ -94,7 +89,7 @@ class Assigned:
 
 
 def record_options(*, threads: int, verbose: bool = False) -> onnxruntime.SessionOptions:
-    """Options of a session that remembers who took what."""
+    """Options of a session that records its placement."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -104,7 +99,7 @@ def record_options(*, threads: int, verbose: bool = False) -> onnxruntime.Sessio
 
 
 def assigned(session: onnxruntime.InferenceSession, macs: Mapping[str, int]) -> Assigned:
-    """What a session that was opened with `record_options` remembers."""
+    """The record of a session that was opened with `record_options`."""
     if not hasattr(session, "get_provider_graph_assignment_info"):
         raise RuntimeError(
             f"onnxruntime {onnxruntime.__version__} keeps no record of placement: "
@@ -115,11 +110,9 @@ def assigned(session: onnxruntime.InferenceSession, macs: Mapping[str, int]) -> 
     return Assigned(nodes=nodes, macs=macs)
 
 
-def placement_of(
-    provider: Provider, files: Sequence[Assigned], reasons: Mapping[str, str] | None = None
-) -> Placement:
-    """What the provider runs of all files together."""
-    nodes = [node for each in files for node in each.nodes]
+def placement_of(provider: Provider, files: Sequence[Assigned]) -> Placement:
+    """Placement of all files together."""
+    nodes = [node for file in files for node in file.nodes]
     is_placed = [owner == provider.onnxruntime_name for _, _, owner in nodes]
     counts = Counter((operator, owner) for _, operator, owner in nodes)
     return Placement(
@@ -129,12 +122,10 @@ def placement_of(
         num_nodes=len(nodes),
         operators=tuple(
             PlacedOperator(operator=operator, provider=owner, num_nodes=count)
-            for (operator, owner), count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+            for (operator, owner), count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         ),
         unplaced=tuple(
-            UnplacedNode(
-                operator=operator, name=name, layer=layer_of(name, operator), reason=(reasons or {}).get(name)
-            )
+            UnplacedNode(operator=operator, name=name, layer=layer_of(name, operator))
             for (name, operator, _), placed in zip(nodes, is_placed, strict=True)
             if not placed
         ),
@@ -142,17 +133,17 @@ def placement_of(
 
 
 def _mac_fraction(provider: Provider, files: Sequence[Assigned]) -> float | None:
-    """None where a file's shapes are unknown, or where two providers share products under unknown names."""
+    """None where the shapes of a file are unknown, or where two providers own renamed products."""
     total = placed = 0
-    for each in files:
-        of_file = sum(each.macs.values())
+    for file in files:
+        of_file = sum(file.macs.values())
         if not of_file:
             return None
         by_owner: Counter[str] = Counter()
-        nameless: set[str] = set()  # who holds products that the optimiser has renamed
-        for name, operator, owner in each.nodes:
-            if name in each.macs:
-                by_owner[owner] += each.macs[name]
+        nameless: set[str] = set()  # owners of products that the optimiser has renamed
+        for name, operator, owner in file.nodes:
+            if name in file.macs:
+                by_owner[owner] += file.macs[name]
             elif operator in COUNTED:
                 nameless.add(owner)
         rest = of_file - by_owner.total()
@@ -166,7 +157,7 @@ def _mac_fraction(provider: Provider, files: Sequence[Assigned]) -> float | None
 
 
 def layer_of(name: str, operator: str) -> str | None:
-    """The layer that a node belongs to: its name, less what the writer of the graph put behind it."""
+    """The layer that a node belongs to: its name without the suffix of the exporter."""
     if not name or re.fullmatch(rf"{re.escape(operator)}(_\w+)?", name):
         return None
     if name.startswith("/"):  # a tracer's: a path of modules, and the operator at its end
@@ -199,14 +190,14 @@ def read_macs(path: Path, *, num_tokens: int = NUM_TOKENS) -> dict[str, int]:
 
 
 def _macs(event: Mapping[str, Any]) -> int:
-    """Multiplications and additions of one node, from the shapes that went in and came out."""
+    """MACs of one node, from the shapes of its inputs and outputs."""
     operator = event["op_name"]
     if operator not in COUNTED:
         return 0
     inputs: list[Shape]
     outputs: list[Shape]
     inputs, outputs = (
-        [shape for each in event[f"{side}_type_shape"] for shape in each.values()]
+        [shape for typed in event[f"{side}_type_shape"] for shape in typed.values()]
         for side in ("input", "output")
     )
     if operator in PRODUCTS:
@@ -222,7 +213,7 @@ def _macs(event: Mapping[str, Any]) -> int:
 
 
 def _attention_macs(operator: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-    """Queries by keys and weights by values, over all keys; masks leave work out that is counted here."""
+    """Queries by keys and weights by values, over all keys, masked ones too."""
     if operator == "GroupQueryAttention":
         num_keys = outputs[1][2] if len(outputs) > 1 else inputs[0][1]
         return 2 * math.prod(outputs[0]) * num_keys
@@ -238,50 +229,44 @@ def feeds_of(
     num_tokens: int = NUM_TOKENS,
     ids: NDArray[np.int64] | None = None,
 ) -> Feeds:
-    """Whatever the graph declares, for one text: `ids` [1, S] where given, and empty caches where it may."""
+    """Every input that the graph declares, for one text: `ids` [1, S] where given, and empty caches."""
     inputs = session.get_inputs()
     fixed = [
-        each.shape[-1] for each in inputs if each.name == "input_ids" and isinstance(each.shape[-1], int)
+        value.shape[-1] for value in inputs if value.name == "input_ids" and isinstance(value.shape[-1], int)
     ]
     count = ids.shape[1] if ids is not None else fixed[0] if fixed else num_tokens
     feeds: Feeds = {}
-    for each in inputs:
-        is_past = each.name.startswith("past")
+    for value in inputs:
+        is_past = value.name.startswith("past")
         shape = [
-            size
-            if isinstance(size, int)
-            else 1
-            if axis == 0
-            else 0
-            if is_past and "past" in str(size)
-            else count
-            for axis, size in enumerate(each.shape)
+            size if isinstance(size, int) else 1 if axis == 0 else 0 if is_past and "past" in size else count
+            for axis, size in enumerate(value.shape)
         ]
-        kind = TYPES.get(each.type)
+        kind = TYPES.get(value.type)
         if kind is None:
-            raise ValueError(f"input {each.name} has the type {each.type}")
-        if each.name in ("input_ids", "decoder_input_ids"):
-            feeds[each.name] = np.ones(shape, kind)
+            raise ValueError(f"input {value.name} has the type {value.type}")
+        if value.name in ("input_ids", "decoder_input_ids"):
+            feeds[value.name] = np.ones(shape, kind)
             if ids is not None:  # a shorter text than the graph takes stands at its beginning
-                feeds[each.name][:, :count] = ids[:, : shape[1]]
-        elif each.name == "attention_mask":
-            feeds[each.name] = np.ones(shape, kind)
+                feeds[value.name][:, :count] = ids[:, : shape[1]]
+        elif value.name == "attention_mask":
+            feeds[value.name] = np.ones(shape, kind)
             if ids is not None and len(shape) == 2:
-                feeds[each.name][:, count:] = 0
-        elif each.name == "logit_position":
-            feeds[each.name] = np.full(shape, count - 1, kind)
-        elif each.name == "position_ids":
-            feeds[each.name] = np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1], dtype=kind), shape))
+                feeds[value.name][:, count:] = 0
+        elif value.name == "logit_position":
+            feeds[value.name] = np.full(shape, count - 1, kind)
+        elif value.name == "position_ids":
+            feeds[value.name] = np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1], dtype=kind), shape))
         else:
-            feeds[each.name] = np.zeros(shape, kind)
-    for each in session.get_overridable_initializers():
-        if each.name == "num_logits" and ids is not None:
-            feeds[each.name] = np.array([count], TYPES[each.type])
+            feeds[value.name] = np.zeros(shape, kind)
+    for value in session.get_overridable_initializers():
+        if value.name == "num_logits" and ids is not None:
+            feeds[value.name] = np.array([count], TYPES[value.type])
     return feeds
 
 
 def read_reasons(provider: Provider, path: Path, *, threads: int) -> dict[str, str]:
-    """Why nodes were left, by node name, as far as the provider's verbose log says."""
+    """Reasons of nodes that fell back, by node name, from the provider's verbose log."""
     with _caught_errors() as log:
         try:
             open_on(provider, str(path), record_options(threads=threads, verbose=True))
@@ -291,18 +276,18 @@ def read_reasons(provider: Provider, path: Path, *, threads: int) -> dict[str, s
 
 
 def reasons_in(log: str) -> dict[str, str]:
-    """QNN's form: the nodes of a group, each on a line of its own, and then one reason for them all."""
+    """QNN's log: the nodes of a group, each on a line of its own, then one reason for them all."""
     reasons: dict[str, str] = {}
     names: list[str] = []
     for line in log.splitlines():
-        found = re.search(r"Operator type:\s*\S+\s+Node name:\s*(\S+)\s+Node index:", line)
-        if found:
-            names.append(found.group(1))
+        match = re.search(r"Operator type:\s*\S+\s+Node name:\s*(\S+)\s+Node index:", line)
+        if match:
+            names.append(match.group(1))
         elif line.strip().startswith("REASON"):
             reason = " ".join(line.partition(":")[2].split())
-            # A sentence that only repeats a node's name would keep like reasons apart.
-            named = "|".join(map(re.escape, names))
-            alike = re.sub(rf"\.?[^.`]*`(?:{named})`.*$", "", reason) if names else reason
+            # A sentence with a node's name in it would make equal reasons differ.
+            patterns = "|".join(map(re.escape, names))
+            alike = re.sub(rf"\.?[^.`]*`(?:{patterns})`.*$", "", reason) if names else reason
             for name in names:
                 reasons.setdefault(name, alike.strip(" .") or reason)
             names = []
@@ -313,7 +298,7 @@ def reasons_in(log: str) -> dict[str, str]:
 
 @contextmanager
 def _caught_errors() -> Iterator[Callable[[], str]]:
-    """What native code writes to standard error meanwhile, which no Python stream sees."""
+    """The standard error of native code, which no Python stream sees."""
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -330,7 +315,7 @@ def _caught_errors() -> Iterator[Callable[[], str]]:
 
 
 def place(provider: Provider, paths: Sequence[Path], *, threads: int = 1) -> Placement:
-    """Open each file on the provider and ask who took what; reasons are read where something was left."""
+    """Open each file on the provider; reasons are read where nodes fell back."""
     files = [
         assigned(open_on(provider, str(path), record_options(threads=threads)), read_macs(path))
         for path in paths
@@ -339,7 +324,7 @@ def place(provider: Provider, paths: Sequence[Path], *, threads: int = 1) -> Pla
 
 
 def explained(placement: Placement, provider: Provider, paths: Sequence[Path], *, threads: int) -> Placement:
-    """The same with reasons, for which every file is opened once more."""
+    """The placement with reasons, for which every file is opened once more."""
     if not placement.unplaced:
         return placement
     reasons: dict[str, str] = {}

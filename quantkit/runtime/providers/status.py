@@ -1,9 +1,9 @@
-"""Which execution providers this machine really has, and in one line why it has not the others.
+"""Status of each execution provider on this machine: usable, or one line that says why not.
 
-Neither source can be trusted on its name alone: the GPU wheel lists `CUDAExecutionProvider` on a machine
-without a GPU, and a plugin registers happily where it finds no device. So a built-in provider counts as
-usable once a session keeps it, and a plugin once `get_ep_devices()` shows a device
-(`get_available_providers()` does not list plugins reliably).
+The names that onnxruntime lists prove nothing: the GPU wheel lists `CUDAExecutionProvider` on a machine
+without a GPU, and a plugin registers where it finds no device. So a built-in provider counts as usable once a
+session keeps it, and a plugin once `get_ep_devices()` shows a device (`get_available_providers()` does not
+list plugins reliably).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import io
 import sys
-from types import ModuleType
 
 from quantkit.runtime.providers.table import (
     PROVIDERS,
@@ -22,6 +21,7 @@ from quantkit.runtime.providers.table import (
     devices_of,
     installed_version,
     one_line,
+    open_on,
     plugin_devices,
     register_plugin,
 )
@@ -29,8 +29,6 @@ from quantkit.runtime.providers.table import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProviderStatus:
-    """What became of one provider on this machine."""
-
     name: str
     usable: bool
     installed: bool  # the wheel or plugin that holds it is here
@@ -40,36 +38,30 @@ class ProviderStatus:
 
 
 def available_providers() -> tuple[ProviderStatus, ...]:
-    """The status of every row of `PROVIDERS`, in its order; nothing that fails here raises."""
+    return tuple(provider_status(name) for name in PROVIDERS)
+
+
+def provider_status(name: str) -> ProviderStatus:
+    """Never raises, and loads no other vendor's library."""
+    reason = "onnxruntime does not import ({}): pip install --force-reinstall onnxruntime"
     try:
         import onnxruntime
 
         built_in = tuple(onnxruntime.get_available_providers())
+        reason = "{}"
+        return _status(PROVIDERS[name], built_in)
     except Exception as error:  # a damaged wheel can fail in any way
-        reason = f"onnxruntime does not import ({one_line(error)}): pip install --force-reinstall onnxruntime"
-        return tuple(
-            ProviderStatus(name=name, usable=False, installed=False, why_not=reason) for name in PROVIDERS
-        )
-    return tuple(_status(provider, onnxruntime, built_in) for provider in PROVIDERS.values())
+        why_not = reason.format(one_line(error))
+        return ProviderStatus(name=name, usable=False, installed=False, why_not=why_not)
 
 
-def provider_status(name: str) -> ProviderStatus:
-    """The status of one row alone, so that no other vendor's library is loaded."""
-    try:
-        import onnxruntime
-
-        return _status(PROVIDERS[name], onnxruntime, tuple(onnxruntime.get_available_providers()))
-    except Exception as error:  # a damaged wheel can fail in any way
-        return ProviderStatus(name=name, usable=False, installed=False, why_not=one_line(error))
-
-
-def _status(provider: Provider, onnxruntime: ModuleType, built_in: tuple[str, ...]) -> ProviderStatus:
+def _status(provider: Provider, built_in: tuple[str, ...]) -> ProviderStatus:
     plugin_version = installed_version(provider) if provider.source == "plugin" else None
     # The plugin goes first: once it is registered, some versions list it as if it were built in.
     if plugin_version is not None:
         return _plugin_status(provider, plugin_version)
     if provider.onnxruntime_name in built_in:
-        return _built_in_status(provider, onnxruntime)
+        return _built_in_status(provider)
     if sys.platform not in provider.platforms:
         why_not = f"not for {sys.platform}: exists on {', '.join(provider.platforms)}"
     else:
@@ -77,31 +69,28 @@ def _status(provider: Provider, onnxruntime: ModuleType, built_in: tuple[str, ..
     return ProviderStatus(name=provider.name, usable=False, installed=False, why_not=why_not)
 
 
-def _built_in_status(provider: Provider, onnxruntime: ModuleType) -> ProviderStatus:
-    """Start a session on it: a wheel lists what it was built with, whether or not a device is there."""
-    printed = _preload_gpu_libraries(provider, onnxruntime)
-    reason = _session_failure(provider, onnxruntime)
-    if not reason:
-        asked = provider.wheel_options.get("device_type")
-        listed = tuple(device_text(provider, device) for device in devices_of(provider, onnxruntime))
-        return ProviderStatus(
-            name=provider.name,
-            usable=True,
-            installed=True,
-            devices=listed or ((f"{asked}, by its option",) if asked else ()),
-            version=onnxruntime.__version__,
-        )
+def _built_in_status(provider: Provider) -> ProviderStatus:
+    """A wheel lists every provider that it was built with, so a session is started on it."""
+    import onnxruntime
+
+    load_failure = _preload_gpu_libraries(provider)
+    reason = _session_failure(provider)
+    option = provider.wheel_options.get("device_type")
+    devices = tuple(device_text(provider, device) for device in devices_of(provider))
     return ProviderStatus(
         name=provider.name,
-        usable=False,
+        usable=not reason,
         installed=True,
+        devices=() if reason else devices or ((f"{option}, by its option",) if option else ()),
         version=onnxruntime.__version__,
-        why_not=f"in this onnxruntime, but {printed or reason}; it needs: {provider.needs}",
+        why_not=reason and f"in this onnxruntime, but {load_failure or reason}; it needs: {provider.needs}",
     )
 
 
-def _preload_gpu_libraries(provider: Provider, onnxruntime: ModuleType) -> str:
-    """Load CUDA from pip's nvidia packages, which a session needs; returns what could not be loaded."""
+def _preload_gpu_libraries(provider: Provider) -> str:
+    """Load CUDA from pip's nvidia packages, which a session needs; returns the first failure."""
+    import onnxruntime
+
     if provider.name not in ("cuda", "tensorrt") or not hasattr(onnxruntime, "preload_dlls"):
         return ""
     printed = io.StringIO()
@@ -111,23 +100,21 @@ def _preload_gpu_libraries(provider: Provider, onnxruntime: ModuleType) -> str:
     return one_line(failures[0]) if failures else ""
 
 
-def _session_failure(provider: Provider, onnxruntime: ModuleType) -> str:
+def _session_failure(provider: Provider) -> str:
     """Why a session does not keep this provider, or an empty string."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     # A provider that fails to load logs through the process-wide logger; the reason is returned instead.
     onnxruntime.set_default_logger_severity(4)
     try:
-        session = onnxruntime.InferenceSession(
-            RELU_MODEL, options, providers=[provider.onnxruntime_name], enable_fallback=0
-        )
+        open_on(provider, RELU_MODEL, options)
     except Exception as error:
         return one_line(error)
     finally:
         onnxruntime.set_default_logger_severity(2)  # onnxruntime's default; it has no getter
-    if provider.onnxruntime_name in session.get_providers():
-        return ""
-    return "a session drops it for the CPU (no device or driver, or its libraries do not load)"
+    return ""
 
 
 def _plugin_status(provider: Provider, version: str) -> ProviderStatus:

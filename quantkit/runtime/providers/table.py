@@ -1,4 +1,4 @@
-"""Which execution providers onnxruntime could use: the table, and how a session opens on each.
+"""The table of execution providers, and how a session opens on each.
 
 A provider comes either compiled into the onnxruntime wheel (built-in) or as a plugin library of its own
 package, which must be registered before its devices can be listed.
@@ -15,7 +15,6 @@ import importlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, Literal
 
 # One Relu on four floats, as ONNX bytes: enough for a session to accept or drop a provider, and written out
@@ -28,34 +27,27 @@ RELU_MODEL = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Provider:
-    """One execution provider: how onnxruntime calls it, what brings it, what it asks of machine and graph."""
+    """One execution provider."""
 
     name: str
     onnxruntime_name: str
-    device_kind: Literal["cpu", "gpu", "npu"]  # what it is mainly for
+    device_kind: Literal["cpu", "gpu", "npu"]  # its main device
     source: Literal["built-in", "plugin"]
-    package: str  # the PyPI distribution that brings it
+    package: str  # the PyPI distribution that holds it
     description: str
-    needs: str  # what the machine and the graph must offer
-    install: str  # the command, or the way, to get it
+    needs: str  # requirements on machine and graph
+    install: str  # the command that installs it
     platforms: tuple[str, ...] = ("linux", "win32", "darwin")  # values of sys.platform
     package_variants: tuple[str, ...] = ()  # other distributions that hold the same plugin
     plugin_module: str | None = None
-    # what a session must pass it, e.g. which of its backends
-    session_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # the same for the wheels that hold it built in
-    wheel_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # what is added where it only emulates a device
-    emulation_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    session_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the plugin
+    wheel_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of a wheel with it built in
+    emulation_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # added under emulation
     target: str = "cpu"  # the --target whose files it runs whole
     emulates_on_cpu: bool = False  # a device of type CPU then means emulation, not the real thing
-    keeps_memory_pattern: bool = True  # False: it forbids onnxruntime's plan of buffers made ahead
-    keeps_compiled: bool = (
-        False  # what it compiled can be written to a file and opened again: tried, not read
-    )
-    threads_option: str | None = (
-        None  # by which a wheel is told what onnxruntime's own setting does not reach
-    )
+    keeps_memory_pattern: bool = True  # False: it forbids onnxruntime's memory pattern
+    keeps_compiled: bool = False  # its compiled graph can be written and opened again: tried, not read
+    threads_option: str | None = None  # a wheel's own option, where onnxruntime's has no effect
 
 
 # Both wheels write the folder `onnxruntime`, and quantkit itself asks for the plain one.
@@ -198,7 +190,7 @@ PROVIDERS: dict[str, Provider] = {
 
 
 def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:
-    """A session on one provider; what it does not take falls to the CPU, as onnxruntime does it."""
+    """A session on one provider; nodes that it does not take run on the CPU."""
     import onnxruntime
 
     options.enable_mem_pattern = provider.keeps_memory_pattern
@@ -211,56 +203,54 @@ def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:
     chosen = [(provider.onnxruntime_name, wheel_options)]
     session = onnxruntime.InferenceSession(path, options, providers=chosen, enable_fallback=0)
     if provider.onnxruntime_name not in session.get_providers():
-        raise RuntimeError(f"a session drops it for the CPU; it needs: {provider.needs}")
+        raise RuntimeError(
+            "a session drops it for the CPU (no device or driver, or its libraries do not load)"
+        )
     return session
 
 
 def options_of(provider: Provider) -> dict[str, str]:
-    """What its sessions are told here."""
+    """The plugin's session options on this machine."""
     emulates = provider.emulates_on_cpu and chosen_device(provider).device.type.name == "CPU"
     return {**provider.session_options, **(provider.emulation_options if emulates else {})}
 
 
 def chosen_device(provider: Provider) -> Any:
-    """The plugin's device of the kind that it is for, or else its first."""
+    """The plugin's device of its main kind, or else its first."""
     devices = plugin_devices(provider)
     if not devices:
         raise RuntimeError(f"it finds no device; it needs: {provider.needs}")
     return next(
-        (each for each in devices if each.device.type.name.lower() == provider.device_kind), devices[0]
+        (device for device in devices if device.device.type.name.lower() == provider.device_kind), devices[0]
     )
 
 
 def version_of(provider: Provider) -> str:
-    """Of the distribution that holds it: the plugin's, else onnxruntime's."""
+    """Version of the distribution that holds the provider."""
     import onnxruntime
 
-    found = installed_version(provider) if provider.source == "plugin" else None
-    return found or str(onnxruntime.__version__)
+    version = installed_version(provider) if provider.source == "plugin" else None
+    return version or str(onnxruntime.__version__)
 
 
 def device_of(provider: Provider) -> str:
-    """The device that a session gets, by kind, name and numbers; nothing that changes from start to start."""
+    """Kind, name and numbers of the session's device; nothing that changes from start to start."""
     if provider.source != "plugin" or installed_version(provider) is None:
         return f"{provider.onnxruntime_name} on {platform.machine()}"
-    each = chosen_device(provider)
-    numbers = f"{each.device.vendor_id:#x}:{each.device.device_id:#x}"
-    return f"{device_text(provider, each)} {numbers} on {platform.machine()}"
+    chosen = chosen_device(provider)
+    numbers = f"{chosen.device.vendor_id:#x}:{chosen.device.device_id:#x}"
+    return f"{device_text(provider, chosen)} {numbers} on {platform.machine()}"
 
 
 def plugin_devices(provider: Provider) -> list[Any]:
-    """The `OrtEpDevice`s of a plugin, registered once per process; an empty list when it cannot be had."""
-    import onnxruntime
-
+    """The `OrtEpDevice`s of a plugin; none where it cannot be registered."""
     assert provider.plugin_module is not None, f"{provider.name} is built-in"
-    if register_plugin(provider.plugin_module):
-        return []
-    return devices_of(provider, onnxruntime)
+    return [] if register_plugin(provider.plugin_module) else devices_of(provider)
 
 
 @functools.cache
 def register_plugin(plugin_module: str) -> str:
-    """Register a plugin's library with onnxruntime once per process; the reason if that fails."""
+    """Register a plugin's library once per process; the reason where that fails."""
     try:
         import onnxruntime
 
@@ -274,15 +264,16 @@ def register_plugin(plugin_module: str) -> str:
     return ""
 
 
-def devices_of(provider: Provider, onnxruntime: ModuleType) -> list[Any]:
-    """The `OrtEpDevice`s that onnxruntime lists under its name."""
+def devices_of(provider: Provider) -> list[Any]:
+    """The `OrtEpDevice`s that onnxruntime lists under the provider's name."""
+    import onnxruntime
+
     if not hasattr(onnxruntime, "get_ep_devices"):  # before 1.23; doctor reports the version itself
         return []
     return [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider.onnxruntime_name]
 
 
 def device_text(provider: Provider, device: Any) -> str:
-    """Its kind and its name."""
     kind = device.device.type.name
     name = device.device.metadata.get("Description") or device.device.vendor or device.ep_vendor
     note = ", emulation" if provider.emulates_on_cpu and kind == "CPU" else ""
@@ -290,7 +281,7 @@ def device_text(provider: Provider, device: Any) -> str:
 
 
 def installed_version(provider: Provider) -> str | None:
-    """Of the plugin's package, in any of its variants."""
+    """Version of the plugin's package, in any of its variants."""
     for package in (*provider.package_variants, provider.package):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)

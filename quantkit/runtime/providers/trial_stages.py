@@ -1,10 +1,10 @@
-"""What a provider's trial does, stage by stage, in the process that `provider_trial` started for it.
+"""The stages of a provider's trial, in the process that `trial.py` started.
 
-A stage puts what it found into `Trial.found` and may fail without taking the later ones with it, once a
-session has started. Fused decoders are timed with their caches in place, traced ones with caches that grow,
-and graphs of fixed sizes by running each file on what it declares: the one that takes several tokens is
-the prompt's, the one that takes a single token makes the next. A provider that compiles is started twice:
-from the graphs, which leaves what it compiled beside them, and at the end from that.
+A stage writes into `Trial.results`; once a session has started, its failure does not end the later stages.
+Decoders are timed as sessions, and graphs of fixed sizes by running each file on the inputs that it declares:
+the file that takes several tokens reads the prompt, the one that takes a single token makes the next. A
+provider that compiles is started twice: from the graphs, which keeps the compiled ones, and at the end from
+these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,25 +44,25 @@ from quantkit.runtime.session import OPENERS, kind_of
 from quantkit.runtime.static_decoder import FOLDED_WEIGHTS
 
 FEWEST_RUNS, MOST_RUNS = 3, 15
-PATIENCE = 4.0  # times the seconds asked for, after which even fewer runs must do: emulators are slow
+PATIENCE = 4.0  # times the given seconds, after which even fewer runs do: emulators are slow
 PREFIX_STEP = 8
-# Whose graphs the CPU runs best with all weights made floats at the start.
+# Targets whose graphs the CPU runs best with all weights made floats at the start.
 STATIC_TARGETS = ("npu", "openvino")
 
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """What was asked, what is open, and what was found so far."""
+    """The options of the trial, its open sessions, and its results so far."""
 
-    asked: argparse.Namespace
+    options: argparse.Namespace
     provider: Provider
-    found: dict[str, Any]
+    results: dict[str, Any]
     sessions: dict[Path, onnxruntime.InferenceSession] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """What is timed: a prompt, a token after it, and what comes untimed before a prompt."""
+    """A prompt, a token after it, and the untimed preparation of a prompt."""
 
     prompt_length: int
     prefill: Callable[[], object]
@@ -71,78 +71,79 @@ class Phases:
 
 
 def look(trial: Trial) -> None:
-    """Is it installed, with a device?"""
     status = provider_status(trial.provider.name)
     if not status.usable:
         finding = check_provider(status, read_hardware(read_cpu().model))
         if not status.installed:
-            trial.found["cure"] = trial.provider.install
+            trial.results["cure"] = trial.provider.install
             raise RuntimeError(status.why_not.partition(": pip ")[0])
         assert finding is not None, "an installed provider without a device is a finding"
-        trial.found["cure"] = finding.cure
+        trial.results["cure"] = finding.cure
         raise RuntimeError(finding.message)
-    trial.found |= {"device": ", ".join(status.devices) or None, "version": status.version}
+    trial.results |= {"device": ", ".join(status.devices) or None, "version": status.version}
 
 
 def load_library(trial: Trial) -> None:
-    """What the first session of a process pays for all of them, on a graph of one node."""
+    """The time that the first session of a process needs beyond later ones, on a graph of one node."""
     began = time.perf_counter()
     with contextlib.suppress(Exception):  # a provider need not like that graph
-        open_on(trial.provider, RELU_MODEL, _options(trial))
-    trial.found["library_ms"] = (time.perf_counter() - began) * 1e3
+        open_on(trial.provider, RELU_MODEL, _session_options(trial))
+    trial.results["library_ms"] = (time.perf_counter() - began) * 1e3
 
 
-def _options(trial: Trial) -> onnxruntime.SessionOptions:
-    options = record_options(threads=trial.asked.threads)
-    if trial.provider.name == "cpu" and target_of(trial.asked.folder) in STATIC_TARGETS:
+def _session_options(trial: Trial) -> onnxruntime.SessionOptions:
+    options = record_options(threads=trial.options.threads)
+    if trial.provider.name == "cpu" and target_of(trial.options.folder) in STATIC_TARGETS:
         options.add_session_config_entry(*FOLDED_WEIGHTS)
     return options
 
 
 def open_sessions(trial: Trial) -> None:
-    """Every file of the artifact, from the graph, and how long that takes."""
-    provider, target = trial.provider, target_of(trial.asked.folder)
-    trial.found["cure"] = f"quantize for it, or exclude what it refuses; it needs: {provider.needs}"
+    """Open every file of the artifact and time that."""
+    provider, target = trial.provider, target_of(trial.options.folder)
+    trial.results["cure"] = f"quantize for it, or exclude what it refuses; it needs: {provider.needs}"
     if target and not _is_made_for(provider, target):
-        trial.found["cure"] = (
+        trial.results["cure"] = (
             f"quantkit quantize MODEL --target {provider.target}; it needs: {provider.needs}"
         )
-    said: list[str] = trial.found.setdefault("said", [])
+    said: list[str] = trial.results.setdefault("said", [])
     elapsed = 0.0
-    for path in sorted(trial.asked.folder.glob("*.onnx")):
+    for path in sorted(trial.options.folder.glob("*.onnx")):
         kept = find(provider, path) if provider.keeps_compiled else None
         began = time.perf_counter()
         try:
             if kept and not kept.context:
-                trial.sessions[path], why_not_kept = compile_kept(provider, path, lambda: _options(trial))
+                trial.sessions[path], why_not_kept = compile_kept(
+                    provider, path, lambda: _session_options(trial)
+                )
                 said += [f"{path.name}: {why_not_kept}"] if why_not_kept else []
             else:
-                trial.sessions[path] = open_on(provider, str(path), _options(trial))
+                trial.sessions[path] = open_on(provider, str(path), _session_options(trial))
         except Exception as error:
             made_for = f"made for --target {target}: " if target else ""
             raise RuntimeError(f"{path.name}, {made_for}{one_line(error)}") from error
         elapsed += time.perf_counter() - began
         if kept and kept.reason:
             said.append(f"{path.name} was compiled again: {kept.reason}")
-    trial.found["start_ms"] = elapsed * 1e3
-    del trial.found["cure"]
+    trial.results["start_ms"] = elapsed * 1e3
+    del trial.results["cure"]
 
 
 def start_again(trial: Trial) -> None:
-    """The same sessions from what the first start compiled, its checks included."""
+    """Open the same sessions from the compiled graphs, checks included."""
     if not trial.provider.keeps_compiled:
         return
     began = time.perf_counter()
     for path in trial.sessions:
-        started = start_kept(trial.provider, path, lambda: _options(trial))
+        started = start_kept(trial.provider, path, lambda: _session_options(trial))
         if not started.is_reused:
-            raise RuntimeError(started.said or f"what was compiled of {path.name} is not there any more")
-    trial.found["start_again_ms"] = (time.perf_counter() - began) * 1e3
-    trial.found["compile_ms"] = max(0.0, trial.found["start_ms"] - trial.found["start_again_ms"])
+            raise RuntimeError(started.message or f"what was compiled of {path.name} is not there any more")
+    trial.results["start_again_ms"] = (time.perf_counter() - began) * 1e3
+    trial.results["compile_ms"] = max(0.0, trial.results["start_ms"] - trial.results["start_again_ms"])
 
 
 def target_of(folder: Path) -> str | None:
-    """The target that an artifact says it was made for."""
+    """The target in the artifact's manifest."""
     try:
         target = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["target"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -151,17 +152,17 @@ def target_of(folder: Path) -> str | None:
 
 
 def _is_made_for(provider: Provider, target: str) -> bool:
-    """`cpu` and `cpu-vnni` are made for the same."""
+    """`cpu` and `cpu-vnni` are one target here."""
     return target.partition("-")[0] == provider.target.partition("-")[0]
 
 
 def time_phases(trial: Trial) -> None:
     """Milliseconds of prompts and of the tokens after them."""
-    asked = trial.asked
+    options = trial.options
     phases = phases_of(trial)
-    trial.found["prompt_length"] = phases.prompt_length
-    half = asked.seconds / 2
-    trial.found["prefill_ms"] = timed(phases.prefill, seconds=half, prepare=phases.prepare)
+    trial.results["prompt_length"] = phases.prompt_length
+    half = options.seconds / 2
+    trial.results["prefill_ms"] = timed(phases.prefill, seconds=half, prepare=phases.prepare)
     step_once = phases.step
     if step_once is None:
         return
@@ -171,15 +172,14 @@ def time_phases(trial: Trial) -> None:
         phases.prefill()
 
     def go_on_for() -> None:
-        for _ in range(asked.decode):
+        for _ in range(options.decode):
             step_once()
 
     samples = timed(go_on_for, seconds=half, prepare=begin)
-    trial.found["decode_ms"] = [each / asked.decode for each in samples]
+    trial.results["decode_ms"] = [sample / options.decode for sample in samples]
 
 
 def phases_of(trial: Trial) -> Phases:
-    """How this artifact runs."""
     if len(trial.sessions) == 1:
         (session,) = trial.sessions.values()
         if not _fixed_length(session):
@@ -198,10 +198,10 @@ def phases_of(trial: Trial) -> Phases:
 
 
 def _fixed_length(session: onnxruntime.InferenceSession) -> int | None:
-    """How many tokens a graph of fixed sizes takes."""
-    for each in session.get_inputs():
-        if each.name == "input_ids":
-            return each.shape[-1] if isinstance(each.shape[-1], int) else None
+    """Tokens that a graph of fixed sizes takes."""
+    for value in session.get_inputs():
+        if value.name == "input_ids":
+            return value.shape[-1] if isinstance(value.shape[-1], int) else None
     return None
 
 
@@ -211,20 +211,20 @@ def _runs(session: onnxruntime.InferenceSession) -> Callable[[], object]:
 
 
 def _free_phases(trial: Trial, session: onnxruntime.InferenceSession) -> Phases:
-    """One file that takes texts of any length."""
-    asked = trial.asked
-    ids = np.ones((1, asked.prompt), np.int64)
+    """Phases of one file that takes texts of any length."""
+    options = trial.options
+    ids = np.ones((1, options.prompt), np.int64)
     kind = kind_of(session)
     if kind == "encoder":
         feeds = feeds_of(session, ids=ids)
-        return Phases(prompt_length=asked.prompt, prefill=lambda: session.run(None, feeds))
-    model, batches = OPENERS[kind](session, asked.folder), list[Batch]()
+        return Phases(prompt_length=options.prompt, prefill=lambda: session.run(None, feeds))
+    model, batches = OPENERS[kind](session, options.folder), list[Batch]()
 
     def prepare() -> None:
-        batches[:] = [model.begin(ids.tolist(), asked.decode)]
+        batches[:] = [model.begin(ids.tolist(), options.decode)]
 
     return Phases(
-        prompt_length=asked.prompt,
+        prompt_length=options.prompt,
         prefill=lambda: batches[0].read(),  # noqa: PLW0108 (a new batch in every run)
         step=lambda: batches[0].step(ids[0, :1], (0,)),
         prepare=prepare,
@@ -249,41 +249,41 @@ def timed(run: Callable[[], object], *, seconds: float, prepare: Callable[[], ob
 
 
 def read_peak(trial: Trial) -> None:
-    """The most memory that this process had until now."""
+    """Peak memory of this process so far."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else []
     peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
     memory = psutil.Process().memory_info()
-    trial.found["peak_bytes"] = peak or int(getattr(memory, "peak_wset", memory.rss))
+    trial.results["peak_bytes"] = peak or int(getattr(memory, "peak_wset", memory.rss))
 
 
 def write_logits(trial: Trial) -> None:
-    """Logits [windows, positions, vocabulary] of the texts that the caller wants to compare."""
-    asked = trial.asked
-    if asked.ids is None:
+    """Logits [windows, positions, vocabulary] of the given texts."""
+    options = trial.options
+    if options.ids is None:
         return
-    ids_WS: NDArray[np.int64] = np.load(asked.ids)
-    readers = [each for each in trial.sessions.values() if _fixed_length(each) != 1]
-    if len(trial.sessions) > 1 and not any(_fixed_length(each) for each in readers):
+    ids_WS: NDArray[np.int64] = np.load(options.ids)
+    readers = [session for session in trial.sessions.values() if _fixed_length(session) != 1]
+    if len(trial.sessions) > 1 and not any(_fixed_length(session) for session in readers):
         raise RuntimeError("of an encoder and its decoder in several files no logits are compared")
     if not readers:
         raise RuntimeError("no file of it reads a text at once")
     session = readers[0]
     length = min(ids_WS.shape[1], _fixed_length(session) or ids_WS.shape[1])
-    names = [each.name for each in session.get_outputs()]
-    wanted = ["logits"] if "logits" in names else names[:1]
-    is_one = len(next(each.shape for each in session.get_outputs() if each.name == wanted[0])) == 2
+    names = [value.name for value in session.get_outputs()]
+    outputs = ["logits"] if "logits" in names else names[:1]
+    is_one = len(next(value.shape for value in session.get_outputs() if value.name == outputs[0])) == 2
 
     def logits(ids_S: NDArray[np.int64]) -> NDArray[np.float32]:
-        out = session.run(wanted, feeds_of(session, ids=ids_S[None]))[0]
+        out = session.run(outputs, feeds_of(session, ids=ids_S[None]))[0]
         return np.asarray(out.reshape(-1, out.shape[-1]), np.float32)
 
     positions = list(range(length))
     began = time.perf_counter()
     gives_all = len(logits(ids_WS[0, :length])) >= length and not is_one
-    affordable = max(1, int(asked.patience / (time.perf_counter() - began)))
+    affordable = max(1, int(options.patience / (time.perf_counter() - began)))
     if is_one:  # answer for a whole text, as a classifier gives it; of a text's ends one number a token
-        is_ends = wanted[0] in ENDS
+        is_ends = outputs[0] in ENDS
         positions = [0]
         rows = [logits(ids_S[:length])[:, : length if is_ends else None] for ids_S in ids_WS[:affordable]]
     elif gives_all:
@@ -292,32 +292,31 @@ def write_logits(trial: Trial) -> None:
         texts_WS = ids_WS[:affordable]
         positions = spread(positions[PREFIX_STEP - 2 :: PREFIX_STEP], affordable // len(texts_WS))
         rows = [np.stack([logits(ids_S[: place + 1])[-1] for place in positions]) for ids_S in texts_WS]
-    np.save(asked.logits, np.stack(rows))
-    trial.found["positions"] = positions
+    np.save(options.logits, np.stack(rows))
+    trial.results["positions"] = positions
 
 
 def spread(places: list[int], count: int) -> list[int]:
-    """At most so many of them, evenly apart."""
+    """At most `count` of the places, evenly apart."""
     count = max(1, min(count, len(places)))
     return [places[number * len(places) // count] for number in range(count)]
 
 
 def read_placement(trial: Trial) -> None:
-    """Who took what; a file that the CPU cannot run has no share of MACs."""
+    """A file that the CPU cannot run has no share of MACs."""
     paths = list(trial.sessions)
-    macs: Mapping[Path, dict[str, int]] = {path: read_macs(path) for path in paths}
-    files = [assigned(session, macs[path]) for path, session in trial.sessions.items()]
+    files = [assigned(session, read_macs(path)) for path, session in trial.sessions.items()]
     placement = placement_of(trial.provider, files)
-    trial.found["placement"] = to_json(placement)
+    trial.results["placement"] = to_json(placement)
     if placement.unplaced:
-        target = target_of(trial.asked.folder)
+        target = target_of(trial.options.folder)
         if target and not _is_made_for(trial.provider, target):
-            trial.found["said"].append(
+            trial.results["said"].append(
                 f"the artifact was made for --target {target}; this provider's own is --target "
                 f"{trial.provider.target}"
             )
-        explained_too = explained(placement, trial.provider, paths, threads=trial.asked.threads)
-        trial.found["placement"] = to_json(explained_too)
+        placement = explained(placement, trial.provider, paths, threads=trial.options.threads)
+        trial.results["placement"] = to_json(placement)
 
 
 STAGES: tuple[tuple[str, Callable[[Trial], None]], ...] = (

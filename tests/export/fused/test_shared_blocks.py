@@ -22,7 +22,7 @@ from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.simulate import fake_quantize
 from quantkit.runtime.session import open_session
-from quantkit.runtime.traced import go_on, read_prompt
+from quantkit.runtime.traced import TracedTexts
 
 DEPTH, HIDDEN, WIDE = 3, 64, 256
 SIZES = {
@@ -56,8 +56,9 @@ def logits_of(model):
 
 def stepwise(folder):
     model = open_session(folder)
-    state, first = read_prompt(model, READ)
-    return np.stack([first, *(go_on(state, WRITTEN[:, at : at + 1]) for at in range(1, 6))], axis=1)
+    state = TracedTexts(model=model, ids=READ)
+    first = state.read()
+    return np.stack([first, *(state.feed(WRITTEN[:, at : at + 1]) for at in range(1, 6))], axis=1)
 
 
 def codes_read(path, name):

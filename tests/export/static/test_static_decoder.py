@@ -43,7 +43,7 @@ def step_by_step(decoder, ids, given):
     """Logits after a prompt and after each token that follows."""
     row = StaticRow(decoder=decoder, prompt=ids[:given])
     logits = row.read()
-    return np.stack([logits, *(row.step(int(token)) for token in ids[given:])])
+    return np.concatenate([logits, *(row.step(int(token)) for token in ids[given:])])
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)

@@ -333,14 +333,14 @@ def test_outputs_that_providers_are_compared_by(class_name, tmp_path):
     session = opened(emit(model, tmp_path), tmp_path / "model.onnx").session
     ids = FEEDS["input_ids"][::2]
     np.save(tmp_path / "ids.npy", ids)
-    asked = Namespace(ids=tmp_path / "ids.npy", logits=tmp_path / "logits.npy", patience=60.0)
-    trial = Trial(asked=asked, provider=PROVIDERS["cpu"], found={}, sessions={tmp_path: session})
+    options = Namespace(ids=tmp_path / "ids.npy", logits=tmp_path / "logits.npy", patience=60.0)
+    trial = Trial(options=options, provider=PROVIDERS["cpu"], results={}, sessions={tmp_path: session})
     write_logits(trial)
     with torch.inference_mode():
         wanted = next(iter(model(input_ids=torch.from_numpy(ids)).values())).numpy()
     wanted = wanted if wanted.ndim == 3 else wanted[:, None]
-    assert error(np.load(asked.logits), wanted).relative < 1e-5
-    assert trial.found["positions"] == list(range(wanted.shape[1]))
+    assert error(np.load(options.logits), wanted).relative < 1e-5
+    assert trial.results["positions"] == list(range(wanted.shape[1]))
 
 
 @pytest.mark.once

@@ -173,17 +173,17 @@ def test_a_damaged_or_foreign_cache_is_measured_again(cache):
     measure_products([product()], **options)
     (path,) = cache.glob("shapes-*.json")
     whole = json.loads(path.read_text())
-    label = next(iter(whole["times"]))
+    label = next(iter(whole["measured"]))
     broken = [
         "{", "[]", json.dumps({**whole, "key": {}}),
-        json.dumps({**whole, "times": {label: {**whole["times"][label], "median_us": float("nan")}}}),
-        json.dumps({**whole, "times": {label: {"median_us": 1}}}),
+        json.dumps({**whole, "measured": {label: {**whole["measured"][label], "median_us": float("nan")}}}),
+        json.dumps({**whole, "measured": {label: {"median_us": 1}}}),
     ]  # fmt: skip
     for text in broken:
         path.write_text(text)
         assert shape_times.read_times(whole["key"]) == {}
     assert len(measure_products([product()], **options)) == 4
-    assert set(shape_times.read_times(whole["key"])) == set(whole["times"])
+    assert set(shape_times.read_times(whole["key"])) == set(whole["measured"])
 
 
 def test_a_shape_that_memory_cannot_hold_is_left_out(cache):

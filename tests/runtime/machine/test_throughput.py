@@ -17,6 +17,7 @@ from onnx import numpy_helper
 from quantkit.export.probes import ProbeModels, build_probe_models
 from quantkit.model.model_map import to_json
 from quantkit.runtime.machine import throughput
+from quantkit.runtime.machine.cache import cache_folder, cache_path, machine_key
 from quantkit.runtime.machine.throughput import Throughput, measure_throughput
 
 KEY: dict[str, str | int] = {"cpu": "Test CPU", "logical_cores": 2, "onnxruntime": "1.0", "quantkit": "0"}
@@ -146,7 +147,7 @@ def test_cache_returns_what_was_written(cache: Path, measured: Throughput) -> No
     assert throughput.read_cache(KEY) is None
     assert throughput.write_cache(KEY, measured)
     assert throughput.read_cache(KEY) == measured
-    assert [path.name for path in cache.iterdir()] == [throughput.cache_path(KEY).name]  # no temporary left
+    assert [path.name for path in cache.iterdir()] == [cache_path("machine", KEY).name]  # no temporary left
     assert throughput.read_cache(KEY | {"cpu": "Another CPU"}) is None
     assert throughput.write_cache(KEY, dataclasses.replace(measured, num_threads=7))  # replaced, not appended
     again = throughput.read_cache(KEY)
@@ -161,7 +162,7 @@ def test_cache_returns_what_was_written(cache: Path, measured: Throughput) -> No
         lambda text: "{}",
         lambda text: text.replace('"num_threads"', '"threads"'),
         lambda text: text.replace("Test CPU", "Other CPU"),
-        lambda text: json.dumps(json.loads(text) | {"throughput": {}}),
+        lambda text: json.dumps(json.loads(text) | {"measured": {}}),
         lambda text: _with_figure(text, float("nan")),
         lambda text: _with_figure(text, -1.0),
         lambda text: _with_figure(text, "fast"),
@@ -169,14 +170,14 @@ def test_cache_returns_what_was_written(cache: Path, measured: Throughput) -> No
 )
 def test_damaged_cache_is_measured_again(cache: Path, measured: Throughput, damage: Any) -> None:
     throughput.write_cache(KEY, measured)
-    path = throughput.cache_path(KEY)
+    path = cache_path("machine", KEY)
     path.write_text(damage(path.read_text()))
     assert throughput.read_cache(KEY) is None
 
 
 def _with_figure(text: str, value: object) -> str:
     content = json.loads(text)
-    content["throughput"]["bandwidth_gb_per_s"] = value
+    content["measured"]["bandwidth_gb_per_s"] = value
     return json.dumps(content)
 
 
@@ -190,7 +191,7 @@ def test_unwritable_cache_is_no_error(
 
 
 def test_cache_folder_follows_the_environment() -> None:
-    folder = throughput.cache_folder
+    folder = cache_folder
     assert folder({"QUANTKIT_CACHE": "/q", "XDG_CACHE_HOME": "/x"}) == Path("/q")
     assert folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/quantkit")
     assert folder({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache" / "quantkit"
@@ -198,7 +199,7 @@ def test_cache_folder_follows_the_environment() -> None:
 
 
 def test_key_of_this_machine_names_the_runtime() -> None:
-    key = throughput.machine_key()
+    key = machine_key()
     assert onnxruntime.__version__ in str(key["onnxruntime"])
     assert key["cpu"] and int(key["logical_cores"]) >= int(key["num_threads"]) >= 1
 

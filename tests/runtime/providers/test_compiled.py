@@ -64,7 +64,7 @@ def test_what_fits_is_used_from_either_place(model, place):
     context = keep(model, compiled.places_of(model)[place])
     assert compiled.find(CPU, model) == compiled.Kept(context=context)
     started = compiled.start(CPU, model, options)
-    assert started.is_reused and started.said == ""
+    assert started.is_reused and started.message == ""
     np.testing.assert_array_equal(relu(started.session), np.maximum(VALUES, 0))
 
 
@@ -83,8 +83,8 @@ def test_what_does_not_fit_is_compiled_again_and_said(model, change, words):
     keep(model, compiled.places_of(model)[0], **change)
     started = compiled.start(CPU, model, options)
     assert not started.is_reused
-    assert words in started.said and started.said.startswith("model.onnx was compiled again for cpu: ")
-    assert "\n" not in started.said
+    assert words in started.message and started.message.startswith("model.onnx was compiled again for cpu: ")
+    assert "\n" not in started.message
     np.testing.assert_array_equal(relu(started.session), np.maximum(VALUES, 0))
 
 
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_compiled_again_and_said(model, change, words):
 def test_damage_is_compiled_again_and_said(model, damage, words):
     damage(keep(model, compiled.places_of(model)[0]))
     started = compiled.start(CPU, model, options)
-    assert not started.is_reused and words in started.said
+    assert not started.is_reused and words in started.message
     np.testing.assert_array_equal(relu(started.session), np.maximum(VALUES, 0))
 
 
@@ -115,7 +115,7 @@ def test_a_form_that_fits_but_does_not_open_is_compiled_again(model):
     record["file_sha256"] = compiled.file_hash(context)
     context.with_suffix(".json").write_text(json.dumps(record))
     started = compiled.start(CPU, model, options)
-    assert not started.is_reused and "does not open" in started.said
+    assert not started.is_reused and "does not open" in started.message
 
 
 def test_changed_weights_beside_the_graph_are_a_changed_model(model):
@@ -150,7 +150,7 @@ def test_one_flipped_bit_of_a_kept_file_is_noticed(place, bit, tmp_path_factory)
 
 def test_a_provider_that_gives_nothing_away_runs_all_the_same(model):
     started = compiled.start(CPU, model, options)
-    assert not started.is_reused and "cpu" in started.said
+    assert not started.is_reused and "cpu" in started.message
     np.testing.assert_array_equal(relu(started.session), np.maximum(VALUES, 0))
     assert list((model.parent / compiled.FOLDER).iterdir()) == []  # nothing half-written
 
@@ -159,7 +159,7 @@ def test_where_neither_place_can_be_written_it_still_starts(model, tmp_path):
     (model.parent / compiled.FOLDER).write_text("a file is in the way")
     (tmp_path / "cache").write_text("and here")
     started = compiled.start(CPU, model, options)
-    assert "cannot be kept" in started.said and str(tmp_path / "cache") in started.said
+    assert "cannot be kept" in started.message and str(tmp_path / "cache") in started.message
     np.testing.assert_array_equal(relu(started.session), np.maximum(VALUES, 0))
 
 

@@ -69,7 +69,7 @@ def test_the_second_start_is_at_least_five_times_faster_and_computes_the_same(gr
         compiled_at = time.perf_counter()
         started = compiled.start(QNN, graph, strict)
         ratios.append((compiled_at - began) / (time.perf_counter() - compiled_at))
-        assert started.is_reused and started.said == ""
+        assert started.is_reused and started.message == ""
     np.testing.assert_array_equal(fed(started.session), fed(fresh))
     assert max(ratios) > 5
 
@@ -80,16 +80,16 @@ def test_another_version_and_damage_are_compiled_again(graph):
     record = context.with_suffix(".json")
     record.write_text(record.read_text().replace('"provider_version": "', '"provider_version": "0.'))
     started = compiled.start(QNN, graph, strict)
-    assert "compiled again for qnn: it was compiled by version 0." in started.said
+    assert "compiled again for qnn: it was compiled by version 0." in started.message
     assert compiled.start(QNN, graph, strict).is_reused
     context.write_bytes(context.read_bytes()[:1000])
-    assert "damaged" in compiled.start(QNN, graph, strict).said
+    assert "damaged" in compiled.start(QNN, graph, strict).message
     assert compiled.start(QNN, graph, strict).is_reused
 
 
 def test_a_folder_that_takes_no_files_sends_it_to_the_cache_folder(graph, tmp_path):
     (graph.parent / compiled.FOLDER).write_text("a file is in the way")
-    assert compiled.start(QNN, graph, strict).said == ""
+    assert compiled.start(QNN, graph, strict).message == ""
     assert list((tmp_path / "cache" / compiled.FOLDER).rglob("prompt.qnn.onnx"))
     assert compiled.start(QNN, graph, strict).is_reused
 
@@ -109,7 +109,8 @@ def test_a_graph_that_it_refuses_is_refused_and_leaves_nothing(tmp_path, monkeyp
 def test_a_run_that_is_killed_while_it_compiles_leaves_nothing_that_is_taken(graph):
     code = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from quantkit.runtime import compiled\nfrom quantkit.runtime.providers.table import PROVIDERS\n"
+        "from quantkit.runtime.providers import compiled\n"
+        "from quantkit.runtime.providers.table import PROVIDERS\n"
         "import onnxruntime\n"
         "compiled._publish = lambda *_: os._exit(9)\n"
         "compiled.start(PROVIDERS['qnn'], Path(sys.argv[1]), onnxruntime.SessionOptions)\n"

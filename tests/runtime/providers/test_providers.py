@@ -68,8 +68,8 @@ class FakeOnnxruntime:
     def set_default_logger_severity(self, level: int) -> None:
         self.severity = level
 
-    def InferenceSession(self, *_: Any, providers: list[str], **__: Any) -> SimpleNamespace:
-        kept = [name for name in providers if name in self.kept]
+    def InferenceSession(self, *_: Any, providers: list[tuple[str, Any]], **__: Any) -> SimpleNamespace:
+        kept = [name for name, _options in providers if name in self.kept]
         return SimpleNamespace(get_providers=lambda: [*kept, "CPUExecutionProvider"])
 
 

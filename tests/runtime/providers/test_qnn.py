@@ -30,7 +30,7 @@ PROMPT, PAST = 32, 48
 def logits_of(decoder, ids, given):
     row = StaticRow(decoder=decoder, prompt=ids[:given])
     logits = row.read()
-    return np.stack([logits, *(row.step(int(token)) for token in ids[given:])])
+    return np.concatenate([logits, *(row.step(int(token)) for token in ids[given:])])
 
 
 @pytest.mark.parametrize("bits", [Bits(), Bits(products=8)], ids=["16", "16-8"])
