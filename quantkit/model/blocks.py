@@ -10,13 +10,14 @@ from __future__ import annotations
 from torch import nn
 
 from quantkit.model.config import ModelConfig
-from quantkit.model.families.schema import Family, Stack, read_fact
+from quantkit.model.families.schema import Family, Norms, Stack, read_fact
 from quantkit.model.model_map import (
     Attention,
     Block,
     FeedForward,
     FfnKind,
     Layer,
+    NormPlace,
     PositionKind,
     Role,
     Rows,
@@ -85,6 +86,7 @@ def _describe_attention(
     stack: Stack, family: Family, config: ModelConfig, index: int, *, is_cross: bool
 ) -> Attention:
     assert config.num_heads and config.num_kv_heads and config.head_dim
+    norms: Norms = read_fact(stack.norms, config.raw)
     position = PositionKind.NONE if is_cross else read_fact(family.position, config.raw)
     rope = config.ropes[index] if position is PositionKind.ROPE and index < len(config.ropes) else None
     window = config.windows[index] if index < len(config.windows) else None
@@ -97,7 +99,7 @@ def _describe_attention(
         is_causal=stack.kind == "decoder" and not is_cross,
         window=None if is_cross else window,
         softcap=config.attention_softcap,
-        has_query_key_norm=bool(stack.query_key_norms),
+        has_query_key_norm=any(norm.place is NormPlace.QUERY for norm in norms.values()),
         scale=_scale(config, index),
         rope_theta=rope.theta if rope else None,
         rotary_dim=int(config.head_dim * rope.rotary_fraction) if rope else None,

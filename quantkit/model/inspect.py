@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
@@ -18,7 +20,7 @@ from quantkit.errors import InputError
 from quantkit.model import linears
 from quantkit.model.blocks import describe_block, split_rows
 from quantkit.model.config import normalise
-from quantkit.model.families.decoders import family_of
+from quantkit.model.families import family_of
 from quantkit.model.families.schema import read_fact
 from quantkit.model.load import Source, build_on_meta, open_source
 from quantkit.model.model_map import (
@@ -31,6 +33,7 @@ from quantkit.model.model_map import (
     ModelMap,
     Norm,
     NormKind,
+    NormPlace,
     Role,
     UnmappedParameter,
 )
@@ -40,7 +43,7 @@ from quantkit.model.names import (
     calls,
     checkpoint_name,
     find_prefix,
-    norm_place,
+    norm_row,
     place_of,
     readers,
 )
@@ -51,33 +54,34 @@ from quantkit.model.weights.headers import compare, read_headers
 NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 
 
-def inspect(name: str, *, trust_remote_code: bool = False) -> ModelMap:
-    """Map whatever the user named, and check its weights' headers when they are there."""
-    return inspect_source(open_source(name, trust_remote_code=trust_remote_code))
+def inspect(model: str | Path | nn.Module, *, trust_remote_code: bool = False) -> ModelMap:
+    """Map a model by its name, its folder or its live module."""
+    if isinstance(model, nn.Module):
+        return map_module(model, name=type(model).__name__)
+    return inspect_source(open_source(model, trust_remote_code=trust_remote_code))
 
 
 def inspect_source(source: Source) -> ModelMap:
-    """Map what is opened already, and check its weights' headers when they are there."""
+    """Map a source, and check the headers of its weights where it has a folder."""
     module = build_on_meta(source)
-    notes = [*source.notes]
-    if source.folder is not None:
-        row = family_of(source.config["model_type"])
-        prefix = find_prefix(module, row[1] if row else None)
-        expected = {
-            checkpoint_name(path, row[1] if row else None): tensor
-            for path, tensor in module.state_dict(keep_vars=True).items()
-        }
-        notes.extend(compare(read_headers(source.folder), expected, prefix=prefix, where=source.name))
-    return map_module(module, name=source.name, notes=tuple(notes), used_remote_code=source.uses_remote_code)
+    model_map = map_module(module, name=source.name)
+    family = family_of(model_map.model_type)
+    expected = {
+        checkpoint_name(path, family): tensor for path, tensor in module.state_dict(keep_vars=True).items()
+    }
+    stored = read_headers(source.folder) if source.folder else {}
+    header_notes = compare(stored, expected, prefix=find_prefix(module, family), where=source.name)
+    return replace(
+        model_map,
+        notes=(*source.notes, *header_notes, *model_map.notes),
+        used_remote_code=source.uses_remote_code,
+    )
 
 
-def map_module(
-    module: nn.Module, *, name: str, notes: tuple[str, ...] = (), used_remote_code: bool = False
-) -> ModelMap:
-    """Map a live module; weights may be on the meta device."""
+def map_module(module: nn.Module, *, name: str) -> ModelMap:
+    """Map a live module; its weights may be on the meta device."""
     config = normalise(getattr(module, "config", None))
-    row = family_of(config.model_type)
-    family = row[1] if row else None
+    family = family_of(config.model_type)
     walk = Walk(module=module, config=config, family=family, prefix=find_prefix(module, family))
     for path, child in module.named_modules(remove_duplicate=False):
         walk.names[id(child)].append(checkpoint_name(path, family))
@@ -88,25 +92,11 @@ def map_module(
     has_tied_head = any(layer.tied_to for layer in layers if layer.role is Role.LM_HEAD)
     scales_head = bool(family and read_fact(family.scales_tied_head, config.raw))
     root = math.sqrt(config.hidden_size) if config.hidden_size else None
-    left_out = [layer for layer in layers if not layer.calls]
-    if left_out:
-        notes = (*notes, training_only_note(left_out))
-    if family is None:
-        kind = f"model type '{config.model_type}'" if config.model_type else "a module without a config"
-        notes = (
-            *notes,
-            f"no row for {kind} in the families table: roles are 'other', blocks are not described",
-            *summary(observe(module)),
-        )
-    elif strays := [
-        layer.name for layer in layers if layer.role is Role.OTHER and not _is_known_other(walk, layer)
-    ]:
-        notes = (*notes, f"{len(strays)} projections have no role in this family: {', '.join(strays[:4])}")
     return ModelMap(
         name=name,
         model_type=config.model_type,
         architecture=type(module).__name__,
-        family=row[0] if row else None,
+        family=family.name if family else None,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -121,11 +111,26 @@ def map_module(
         norms=norms,
         blocks=blocks,
         unmapped=_find_unmapped(walk),
-        notes=notes,
-        used_remote_code=used_remote_code,
+        notes=tuple(_notes(walk, layers)),
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
         position_offset=family.position_offset if family else 0,
     )
+
+
+def _notes(walk: Walk, layers: Sequence[Layer]) -> Iterator[str]:
+    training_only = [layer for layer in layers if not layer.calls]
+    if training_only:
+        yield training_only_note(training_only)
+    if walk.family is None:
+        model_type = walk.config.model_type
+        kind = f"model type '{model_type}'" if model_type else "a module without a config"
+        yield f"no row for {kind} in the families table: roles are 'other', blocks are not described"
+        yield from summary(observe(walk.module))
+        return
+    others = [layer.name for layer in layers if layer.role is Role.OTHER]
+    strays = [name for name in others if not {name, name.removeprefix(walk.prefix)} & set(walk.family.other)]
+    if strays:
+        yield f"{len(strays)} projections have no role in this family: {', '.join(strays[:4])}"
 
 
 def training_only_note(layers: Sequence[Layer]) -> str:
@@ -251,8 +256,8 @@ def _map_embeddings(walk: Walk) -> tuple[Embedding, ...]:
         names = walk.names[id(child)]
         key = id(child.weight)
         if key in found:  # a second module on the same table
-            first = found[key]
-            found[key] = _with_aliases(first, (*first.aliases, *names))
+            aliases = {*found[key].aliases, *names}
+            found[key] = replace(found[key], aliases=tuple(sorted(aliases)))
             continue
         walk.owners.setdefault(key, names[0])
         relative = names[0].removeprefix(walk.prefix)
@@ -268,17 +273,6 @@ def _map_embeddings(walk: Walk) -> tuple[Embedding, ...]:
     return tuple(found.values())
 
 
-def _with_aliases(entry: Embedding, aliases: tuple[str, ...]) -> Embedding:
-    unique = tuple(sorted(set(aliases)))
-    return Embedding(
-        name=entry.name,
-        kind=entry.kind,
-        num_rows=entry.num_rows,
-        num_columns=entry.num_columns,
-        aliases=unique,
-    )
-
-
 def _map_norms(walk: Walk) -> tuple[Norm, ...]:
     head = _output_module(walk.module)
     head_name = walk.names[id(head)][0] if head is not None else None
@@ -290,6 +284,7 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
         if not is_norm or linears.kind_of(child) or not parameters:
             continue
         place = place_of(walk, names[0])
+        row = norm_row(walk, names[0], place)
         for parameter in parameters:
             walk.owners.setdefault(id(parameter), names[0])
         found.append(
@@ -299,8 +294,8 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
                 features=parameters[0].numel(),
                 num_parameters=sum(parameter.numel() for parameter in parameters),
                 block=place.block if place else None,
-                feeds=readers(walk, names[0], place, head_name),
-                place=norm_place(walk, names[0], place),
+                feeds=readers(walk, row, place, head_name) if row else (),
+                place=row.place if row else NormPlace.OTHER,
                 epsilon=float(getattr(child, "eps", getattr(child, "variance_epsilon", 1e-5))),
                 aliases=tuple(names[1:]),
                 calls=calls(walk, place) * len(names),
@@ -341,11 +336,6 @@ def _map_blocks(walk: Walk, layers: tuple[Layer, ...]) -> tuple[Block, ...]:
             )
         )
     return tuple(blocks)
-
-
-def _is_known_other(walk: Walk, layer: Layer) -> bool:
-    assert walk.family is not None
-    return layer.name in walk.family.other or layer.name.removeprefix(walk.prefix) in walk.family.other
 
 
 def _find_unmapped(walk: Walk) -> tuple[UnmappedParameter, ...]:

@@ -71,6 +71,7 @@ class NormPlace(StrEnum):
 
     BEFORE_ATTENTION = "before_attention"
     AFTER_ATTENTION = "after_attention"
+    BEFORE_CROSS_ATTENTION = "before_cross_attention"
     BEFORE_FFN = "before_ffn"
     AFTER_FFN = "after_ffn"
     QUERY = "query"

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quantkit.model.config import ModelConfig
-from quantkit.model.families.schema import CROSS, HEAD, LAST, Family, Stack, read_fact
-from quantkit.model.model_map import FFN_ROLES, NormPlace, NormPlacement, Role
+from quantkit.model.families import family_of
+from quantkit.model.families.schema import Family, NormRow, Stack, read_fact
+from quantkit.model.model_map import Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,14 @@ def checkpoint_name(path: str, family: Family | None) -> str:
     return path
 
 
+def modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by their checkpoint names, a shared module under each of its names."""
+    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    return {
+        checkpoint_name(path, family): child for path, child in module.named_modules(remove_duplicate=False)
+    }
+
+
 def place_of(walk: Walk, name: str) -> Place | None:
     """The block that a name lies in, if any."""
     if walk.family is None or not name.startswith(walk.prefix):
@@ -91,68 +100,30 @@ def calls(walk: Walk, place: Place | None) -> int:
     return max(1, total // shared_by)
 
 
-def readers(walk: Walk, name: str, place: Place | None, head_name: str | None) -> tuple[str, ...]:
-    """Full names of the modules that read a norm's output directly, as far as they exist."""
+def norm_row(walk: Walk, name: str, place: Place | None) -> NormRow | None:
+    """What the family states about a norm; None for a norm that no row names."""
     if walk.family is None:
-        return ()
+        return None
     if place is not None:
-        readers = read_fact(place.stack.norms, walk.config.raw).get(place.inner, ())
-        following = _blocks_after(walk, place)
-    else:
-        outer = walk.family.outer_norms
-        relative = name.removeprefix(walk.prefix)
-        readers = outer.get(relative, outer.get(name, ()))
-        following = list(_blocks_of(walk, walk.family.stacks[0]).values())[:1]
-    existing = {known: names[0] for names in walk.names.values() for known in names}
-    resolved: list[str] = []
-    for reader in readers:
-        if reader == CROSS:
-            resolved.extend(_cross_readers(walk))
-        elif reader == HEAD or (reader == LAST and not following):
-            resolved.extend([head_name] if head_name else [])
-        elif reader.startswith(">"):
-            resolved.extend(f"{block}.{reader[1:]}" for block in following)
-        else:
-            resolved.append(f"{place.block}.{reader}" if place else walk.prefix + reader)
+        row: NormRow | None = read_fact(place.stack.norms, walk.config.raw).get(place.inner)
+        return row
+    return walk.family.outer_norms.get(name.removeprefix(walk.prefix), walk.family.outer_norms.get(name))
+
+
+def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None) -> tuple[str, ...]:
+    """Full names of the modules that read a norm's output directly, as far as they exist."""
+    assert walk.family is not None
+    base = f"{place.block}." if place else walk.prefix
+    following = _blocks_after(walk, place) if place else _first_block(walk, walk.family.stacks[0])
+    full_names = [base + reader for reader in row.feeds]
+    full_names += [f"{block}.{reader}" for reader in row.feeds_next_block for block in following]
+    if row.feeds_cross_attention:
+        full_names += _cross_readers(walk)
+    if row.feeds_head and head_name and not (place and following):
+        full_names.append(head_name)
+    first_names = {alias: names[0] for names in walk.names.values() for alias in names}
     # A module that several blocks share is read under its first name by all of them.
-    return tuple(existing[reader] for reader in resolved if reader in existing)
-
-
-def norm_place(walk: Walk, name: str, place: Place | None) -> NormPlace:
-    """Where a norm stands, from what the family says that it feeds."""
-    if walk.family is None:
-        return NormPlace.OTHER
-    if place is None:
-        outer = walk.family.outer_norms
-        fed = outer.get(name.removeprefix(walk.prefix), outer.get(name, ()))
-        return NormPlace.FINAL if HEAD in fed else NormPlace.EMBEDDING
-    if place.inner in place.stack.query_key_norms:
-        return (NormPlace.QUERY, NormPlace.KEY)[place.stack.query_key_norms.index(place.inner)]
-    return _place_in_block(walk, place, walk.family)
-
-
-def _place_in_block(walk: Walk, place: Place, family: Family) -> NormPlace:
-    norms = read_fact(place.stack.norms, walk.config.raw)
-    names = list(norms)
-    if place.inner not in norms:
-        return NormPlace.OTHER
-    if not norms[place.inner]:  # a norm on a sublayer's output: it follows that sublayer's own
-        before = _fed_part(place.stack, norms[names[names.index(place.inner) - 1]])
-        return NormPlace.AFTER_ATTENTION if before is NormPlace.BEFORE_ATTENTION else NormPlace.AFTER_FFN
-    part = _fed_part(place.stack, norms[place.inner])
-    is_post = read_fact(family.placement, walk.config.raw) is NormPlacement.POST
-    # A post-norm that the next block reads follows the FFN, or attention where the block has nothing else.
-    is_alone = len(names) == 1 and part is NormPlace.AFTER_FFN
-    return NormPlace.AFTER_ATTENTION if is_post and (is_alone or part is NormPlace.BEFORE_FFN) else part
-
-
-def _fed_part(stack: Stack, fed: tuple[str, ...]) -> NormPlace:
-    if any(reader.startswith(">") for reader in fed):
-        return NormPlace.AFTER_FFN
-    roles = {role for reader in fed for role in stack.projections.get(reader, ())}
-    if Role.ATTENTION_QUERY in roles:
-        return NormPlace.BEFORE_ATTENTION
-    return NormPlace.BEFORE_FFN if roles & set(FFN_ROLES) else NormPlace.OTHER
+    return tuple(first_names[reader] for reader in full_names if reader in first_names)
 
 
 def _cross_readers(walk: Walk) -> list[str]:
@@ -170,6 +141,10 @@ def _blocks_of(walk: Walk, stack: Stack) -> dict[tuple[int, ...], str]:
     """A stack's blocks by their indices, in order."""
     places = (place_of(walk, names[0]) for names in walk.names.values())
     return {place.indices: place.block for place in places if place and place.stack is stack}
+
+
+def _first_block(walk: Walk, stack: Stack) -> list[str]:
+    return list(_blocks_of(walk, stack).values())[:1]
 
 
 def _blocks_after(walk: Walk, place: Place) -> list[str]:

@@ -12,7 +12,7 @@ from quantkit.errors import InputError
 from quantkit.export.fused.decoder import emit_decoder
 from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.graph import save
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.encoder import encode, open_encoder
 
 IDS = np.random.default_rng(0).integers(3, 60, (2, 12))

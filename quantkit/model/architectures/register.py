@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.model.architectures.one_wide import OneWideForConditionalGeneration
 from quantkit.model.architectures.reference import ReferenceForCausalLM
-from quantkit.model.architectures.ws_ffn_model import WsFfnForCausalLM
+from quantkit.model.architectures.ws_ffn import WsFfnForCausalLM
 
 OWN_MODELS: dict[str, Any] = {
     each.__name__: each for each in (ReferenceForCausalLM, WsFfnForCausalLM, OneWideForConditionalGeneration)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import family_of
+from quantkit.model.companions import tokenizer_files
+from quantkit.model.families import family_of
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, make_config, make_model
 from quantkit.model.model_map import ModelMap, NormKind, Role
 from quantkit.model.names import checkpoint_name
-from quantkit.model.weights.open import tokenizer_files
 from quantkit.model.weights.tensors import TensorSource
 
 CHUNK_VALUES = 1 << 22
@@ -66,8 +66,7 @@ def torch_model(
         config._attn_implementation = "eager"  # transformers 4 leaves the cap out of its faster attention
     with _parameters_without_storage():
         module = make_model(source, config)
-    row = family_of(model_map.model_type)
-    family = row[1] if row else None
+    family = family_of(model_map.model_type)
     modules = {
         checkpoint_name(path, family): path for path, _ in module.named_modules(remove_duplicate=False)
     }

@@ -9,7 +9,7 @@ from doubles import logits_of, make_subject, subject
 from exporting import error
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.load import model_class
 from quantkit.model.weights.torch_model import torch_model, write_folder
 from quantkit.quantization.transforms import TRANSFORMS
