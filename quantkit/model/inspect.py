@@ -1,8 +1,10 @@
-"""The walk: from a module tree to a `ModelMap`, without touching a weight.
+"""From a name, a folder or a live module to a `ModelMap`, without touching a weight.
 
-Every linear becomes one `Layer` for each logical projection it holds, with its role from the families
-table, its tie, its aliases and how often a forward pass calls it. What no table knows is mapped as
-`other` or listed as unmapped, never guessed: the parameters of a map always add up to the model's.
+`inspect` opens a name or folder as a `Source`, `inspect_source` builds its module on the meta device, and
+`map_module` walks the module. Every linear becomes one `Layer` for each logical projection it holds, with
+its role from the families table, its tie, its aliases and its calls in a forward pass. A module that no
+table describes is mapped as `other` or listed as unmapped: the parameters of a map always add up to the
+model's.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -134,25 +137,23 @@ def _notes(walk: Walk, layers: Sequence[Layer]) -> Iterator[str]:
 
 
 def training_only_note(layers: Sequence[Layer]) -> str:
-    """What is said of projections that no inference runs."""
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     counted = f"{len(layers)} projections with {weights:,} weights"
     return f"{counted} run in training alone: no plan, cost or export has them"
 
 
-def _output_module(module: nn.Module) -> nn.Module | None:
-    """The output projection, by the contract that every transformers model keeps."""
-    getter = getattr(module, "get_output_embeddings", None)
+def _module_from(module: nn.Module, getter: str) -> nn.Module | None:
+    """The result of a getter that transformers' models have; None where it gives no module."""
     try:
-        found = getter() if getter else None
+        child = getattr(module, getter, lambda: None)()
     except NotImplementedError:
         return None
-    return found if isinstance(found, nn.Module) else None
+    return child if isinstance(child, nn.Module) else None
 
 
 def _map_layers(walk: Walk) -> tuple[Layer, ...]:
-    head = _output_module(walk.module)
-    found: list[tuple[tuple[int, int, int], Layer]] = []
+    head = _module_from(walk.module, "get_output_embeddings")
+    ranked: list[tuple[tuple[int, int, int], Layer]] = []
     anchors: dict[str, int] = {}
     for order, (_, child) in enumerate(walk.module.named_modules()):
         kind = linears.kind_of(child)
@@ -165,9 +166,9 @@ def _map_layers(walk: Walk) -> tuple[Layer, ...]:
         for position, layer in enumerate(split):
             anchor = anchors.setdefault(layer.block or layer.matrix, order)
             rank = position if layer.role is Role.OTHER else list(Role).index(layer.role)
-            found.append(((anchor, _part(layer), rank), layer))
-        _count_layer(walk, child, kind, names[0])
-    return tuple(layer for _, layer in sorted(found, key=lambda entry: entry[0]))
+            ranked.append(((anchor, _part(layer), rank), layer))
+        walk.claim(child, names[0])
+    return tuple(layer for _, layer in sorted(ranked, key=lambda entry: entry[0]))
 
 
 def _roles_of(place: Place | None) -> tuple[tuple[Role, ...], bool]:
@@ -187,15 +188,15 @@ def _part(layer: Layer) -> int:
 
 def _split(
     walk: Walk,
-    child: nn.Module,
+    child: Any,
     *,
     kind: str,
     roles: tuple[Role, ...],
     is_cross: bool,
     place: Place | None,
 ) -> list[Layer]:
-    """One layer for each role that the matrix holds."""
-    num_out, num_in = linears.shape_OI(child, kind)
+    """One layer for each projection that the matrix holds."""
+    num_out, num_in = linears.weight_OI(child, kind).shape
     names = walk.names[id(child)]
     matrix = names[0]
     rows = split_rows(
@@ -207,15 +208,15 @@ def _split(
             where=matrix,
             next_step="check heads and head size in config.json",
         )
-    weight = getattr(child, linears.LINEARS[kind].weight)
-    tied_to = walk.owners.get(id(weight))
+    tied_to = walk.owners.get(id(child.weight))
+    heads_field = place.stack.training_only.get(place.inner) if place else None
     return [
         Layer(
             name=matrix if len(roles) == 1 else f"{matrix}[{role.value.split('_')[-1]}]",
             role=role,
             in_features=num_in,
             out_features=part.total,
-            has_bias=linears.has_bias(child, kind),
+            has_bias=child.bias is not None,
             matrix=matrix,
             rows=part,
             stored_as=kind,
@@ -224,59 +225,42 @@ def _split(
             tied_to=tied_to,
             aliases=tuple(names[1:]),
             calls=calls(walk, place) * len(names),
-            num_heads=_num_heads(walk, place),
+            num_heads=int(walk.config.raw[heads_field]) if heads_field else 1,
         )
         for role, part in zip(roles, rows, strict=True)
     ]
 
 
-def _num_heads(walk: Walk, place: Place | None) -> int:
-    """Into how many heads the output of a latent splits."""
-    key = place.stack.training_only.get(place.inner) if place else None
-    return int(walk.config.raw[key]) if key else 1
-
-
-def _count_layer(walk: Walk, child: nn.Module, kind: str, name: str) -> None:
-    row = linears.LINEARS[kind]
-    for parameter in (getattr(child, row.weight), getattr(child, row.bias, None)):
-        if parameter is not None:
-            walk.owners.setdefault(id(parameter), name)
-
-
 def _map_embeddings(walk: Walk) -> tuple[Embedding, ...]:
-    getter = getattr(walk.module, "get_input_embeddings", None)
-    try:
-        token_table = getter() if getter else None
-    except NotImplementedError:
-        token_table = None
-    found: dict[int, Embedding] = {}
+    token_table = _module_from(walk.module, "get_input_embeddings")
+    tables: dict[int, Embedding] = {}
     for _, child in walk.module.named_modules():
         if not isinstance(child, nn.Embedding):
             continue
         names = walk.names[id(child)]
         key = id(child.weight)
-        if key in found:  # a second module on the same table
-            aliases = {*found[key].aliases, *names}
-            found[key] = replace(found[key], aliases=tuple(sorted(aliases)))
+        if key in tables:  # a second module on the same table
+            aliases = {*tables[key].aliases, *names}
+            tables[key] = replace(tables[key], aliases=tuple(sorted(aliases)))
             continue
-        walk.owners.setdefault(key, names[0])
+        walk.claim(child, names[0])
         relative = names[0].removeprefix(walk.prefix)
-        known = walk.family.embeddings.get(relative) if walk.family else None
+        kind = walk.family.embeddings.get(relative) if walk.family else None
         default = EmbeddingKind.TOKEN if child is token_table else EmbeddingKind.OTHER
-        found[key] = Embedding(
+        tables[key] = Embedding(
             name=names[0],
-            kind=known or default,
+            kind=kind or default,
             num_rows=child.num_embeddings,
             num_columns=child.embedding_dim,
             aliases=tuple(names[1:]),
         )
-    return tuple(found.values())
+    return tuple(tables.values())
 
 
 def _map_norms(walk: Walk) -> tuple[Norm, ...]:
-    head = _output_module(walk.module)
+    head = _module_from(walk.module, "get_output_embeddings")
     head_name = walk.names[id(head)][0] if head is not None else None
-    found: list[Norm] = []
+    norms: list[Norm] = []
     for _, child in walk.module.named_modules():
         names = walk.names[id(child)]
         is_norm = NORM_CLASS.search(type(child).__name__) and not list(child.children())
@@ -285,9 +269,8 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
             continue
         place = place_of(walk, names[0])
         row = norm_row(walk, names[0], place)
-        for parameter in parameters:
-            walk.owners.setdefault(id(parameter), names[0])
-        found.append(
+        walk.claim(child, names[0])
+        norms.append(
             Norm(
                 name=names[0],
                 kind=_norm_kind(walk, child),
@@ -301,15 +284,15 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
                 calls=calls(walk, place) * len(names),
             )
         )
-    return tuple(found)
+    return tuple(norms)
 
 
 def _norm_kind(walk: Walk, child: nn.Module) -> NormKind:
-    """By what it computes; the family's word counts only for a norm that cannot be tried alone."""
-    tried = norm_kind_of(child)
-    if tried is None and walk.family:
+    """The kind that a trial call shows; the family's fact where the norm cannot be called alone."""
+    observed = norm_kind_of(child)
+    if observed is None and walk.family:
         return NormKind(read_fact(walk.family.norm_kind, walk.config.raw))
-    return tried or (NormKind.RMS_NORM if "rms" in type(child).__name__.lower() else NormKind.LAYER_NORM)
+    return observed or (NormKind.RMS_NORM if "rms" in type(child).__name__.lower() else NormKind.LAYER_NORM)
 
 
 def _map_blocks(walk: Walk, layers: tuple[Layer, ...]) -> tuple[Block, ...]:
@@ -319,23 +302,8 @@ def _map_blocks(walk: Walk, layers: tuple[Layer, ...]) -> tuple[Block, ...]:
     for layer in layers:
         if layer.block:
             by_block[layer.block].append(layer)
-    blocks = []
-    for name, members in by_block.items():
-        place = place_of(walk, name)
-        assert place is not None
-        blocks.append(
-            describe_block(
-                walk.module.get_submodule(name),
-                name=name,
-                index=place.index,
-                calls=calls(walk, place),
-                stack=place.stack,
-                family=walk.family,
-                config=walk.config,
-                layers=members,
-            )
-        )
-    return tuple(blocks)
+    places = {block: place for block in by_block if (place := place_of(walk, block))}
+    return tuple(describe_block(walk, place, by_block[block]) for block, place in places.items())
 
 
 def _find_unmapped(walk: Walk) -> tuple[UnmappedParameter, ...]:

@@ -70,8 +70,6 @@ _transformers_logging.set_verbosity_error()  # its advice to users of transforme
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model before anything is built."""
-
     name: str
     kind: Literal["demo", "folder", "known", "hub"]
     config: Mapping[str, Any]
@@ -190,7 +188,7 @@ def _fetch_config(name: str) -> Path:
 
 
 def hub_is_reachable(endpoint: str) -> bool:
-    """Whether a connection can be tried at all; behind a proxy only the request itself can tell."""
+    """Whether a connection can be opened; assumed behind a proxy."""
     address = urlsplit(endpoint)
     if getproxies().get(address.scheme):
         return True
@@ -203,7 +201,7 @@ def hub_is_reachable(endpoint: str) -> bool:
 
 
 def build_on_meta(source: Source) -> nn.Module:
-    """The model's modules with shapes and no storage; a 70B model takes seconds and no memory."""
+    """The modules with shapes and without storage; a 70B model takes seconds and no memory."""
     config = make_config(source)
     try:
         with torch.device("meta"):
@@ -219,7 +217,6 @@ def build_on_meta(source: Source) -> nn.Module:
 
 
 def make_config(source: Source) -> Any:
-    """The config object of the source, as transformers builds it."""
     model_type = source.config["model_type"]
     if source.uses_remote_code:
         location = str(source.folder) if source.folder else source.name

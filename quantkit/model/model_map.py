@@ -13,8 +13,6 @@ from typing import Any
 
 
 class Role(StrEnum):
-    """What a projection does in its block."""
-
     ATTENTION_QUERY = "attention_query"
     ATTENTION_KEY = "attention_key"
     ATTENTION_VALUE = "attention_value"
@@ -67,7 +65,7 @@ class NormPlacement(StrEnum):
 
 
 class NormPlace(StrEnum):
-    """Where a norm stands in the flow, which a fused graph must know."""
+    """Place of a norm in the data flow."""
 
     BEFORE_ATTENTION = "before_attention"
     AFTER_ATTENTION = "after_attention"
@@ -89,7 +87,7 @@ class Residual(StrEnum):
 
 
 class PositionKind(StrEnum):
-    """How a model knows where a token stands."""
+    """Position encoding."""
 
     LEARNED = "learned"
     ROPE = "rope"
@@ -99,8 +97,6 @@ class PositionKind(StrEnum):
 
 
 class EmbeddingKind(StrEnum):
-    """What an embedding table is indexed by."""
-
     TOKEN = "token"
     POSITION = "position"
     TOKEN_TYPE = "token_type"
@@ -121,7 +117,6 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """How many rows the projection has."""
         return self.length * self.count
 
 
@@ -147,25 +142,23 @@ class Layer:
 
     @property
     def is_fused(self) -> bool:
-        """Whether other projections live in the same matrix."""
+        """Whether the matrix holds other projections too."""
         return self.name != self.matrix
 
     @property
     def num_weights(self) -> int:
-        """Weights without bias, and without those that are zero by construction."""
+        """Weights without the bias and without zeros by construction."""
         return self.in_features * self.out_features // self.num_groups
 
     @property
     def num_new_parameters(self) -> int:
-        """Parameters that no other entry of the map already counts."""
+        """Parameters that no other entry of the map counts."""
         bias = self.out_features if self.has_bias else 0
         return bias + (0 if self.tied_to else self.num_weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Embedding:
-    """One lookup table."""
-
     name: str
     kind: EmbeddingKind
     num_rows: int
@@ -175,13 +168,13 @@ class Embedding:
 
     @property
     def num_new_parameters(self) -> int:
-        """Parameters that no other entry of the map already counts."""
+        """Parameters that no other entry of the map counts."""
         return 0 if self.tied_to else self.num_rows * self.num_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """One normalisation and the modules that read it (none: a residual sum or another norm does)."""
+    """One norm and the modules that read it (none: a residual sum or another norm reads it)."""
 
     name: str
     kind: NormKind
@@ -197,8 +190,6 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """One attention of a block."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -216,15 +207,13 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """The FFN of a block."""
-
     kind: FfnKind
     activation: Activation
     hidden_features: int
 
     @property
     def display_name(self) -> str:
-        """The name that papers use: SwiGLU, GeGLU, ReGLU, or the plain activation."""
+        """The name in papers: SwiGLU, GeGLU, ReGLU, or the plain activation."""
         gated = {
             Activation.SILU: "SwiGLU",
             Activation.GELU: "GeGLU",
@@ -242,7 +231,7 @@ class FeedForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One transformer block as stored; a block that many depths share is one record with `calls` > 1."""
+    """One stored transformer block; a block shared by several depths is one record with `calls` > 1."""
 
     name: str
     stack: str  # "decoder" or "encoder"
@@ -257,7 +246,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class UnmappedParameter:
-    """A parameter that is no projection, table, norm or bias that quantkit knows; it stays as it is."""
+    """A parameter outside of all known projections, tables, norms and biases; it stays as it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -265,7 +254,7 @@ class UnmappedParameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelMap:
-    """Everything that later stages need to know of a model, read without touching a weight."""
+    """The structure of a model, read without touching a weight."""
 
     name: str
     model_type: str
@@ -292,19 +281,18 @@ class ModelMap:
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The stored matrices, each once, in the order of the walk."""
+        """The names of the stored matrices, in the order of the layers."""
         return tuple(dict.fromkeys(layer.matrix for layer in self.layers))
 
     @property
     def at_inference(self) -> ModelMap:
-        """The map without the projections that training alone runs."""
+        """The map without the projections that only training runs."""
         kept = tuple(layer for layer in self.layers if layer.calls)
         fewer = sum(layer.num_new_parameters for layer in self.layers if not layer.calls)
         return dataclasses.replace(self, num_parameters=self.num_parameters - fewer, layers=kept)
 
 
 def to_json(record: Any) -> Any:
-    """A record as plain JSON values, field by field."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         return {field.name: to_json(getattr(record, field.name)) for field in dataclasses.fields(record)}
     if isinstance(record, StrEnum):

@@ -1,7 +1,7 @@
-"""Where a module stands in its model, and who reads whom: names resolved against a family's facts.
+"""Module names: full names from the relative ones of a family's row, and places in blocks from full names.
 
-A family's row speaks in relative names; this is the only place that turns them into full ones and back,
-whatever prefix a model with a head puts before them and whatever a newer transformers renamed.
+A model with a head puts a prefix before the names of its base model, and newer versions of transformers
+rename modules; no other file resolves either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quantkit.model.model_map import Role
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a module stands: its stack and block, and its name inside of the block."""
+    """A module's stack, block and name inside of the block."""
 
     stack: Stack
     block: str
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Walk:
-    """What the walk knows while it runs."""
+    """State of one walk over a model."""
 
     module: nn.Module
     config: ModelConfig
@@ -40,9 +40,14 @@ class Walk:
     names: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     owners: dict[int, str] = field(default_factory=dict)  # parameter -> the entry that counts it
 
+    def claim(self, module: nn.Module, name: str) -> None:
+        """Count a module's parameters under this name, unless another entry counts them."""
+        for parameter in module.parameters(recurse=False):
+            self.owners.setdefault(id(parameter), name)
+
 
 def find_prefix(module: nn.Module, family: Family | None) -> str:
-    """What stands before the base model's names: nothing, or the attribute that holds the base model."""
+    """The prefix of the base model's names: empty, or the attribute that holds the base model."""
     if family is None:
         return ""
     anchor = family.stacks[0].path.split(".*")[0]
@@ -57,7 +62,7 @@ def find_prefix(module: nn.Module, family: Family | None) -> str:
 
 
 def checkpoint_name(path: str, family: Family | None) -> str:
-    """The name as checkpoints spell it, which does not change with the transformers version."""
+    """A module's name in checkpoints, which is independent of the transformers version."""
     for newer, stored in (family.names if family else {}).items():
         if path == newer or path.startswith(f"{newer}."):
             return stored + path[len(newer) :]
@@ -79,9 +84,9 @@ def place_of(walk: Walk, name: str) -> Place | None:
     relative = name[len(walk.prefix) :]
     for stack in walk.family.stacks:
         pattern = re.escape(stack.path).replace(r"\*", r"(\d+)")
-        found = re.match(rf"({pattern})(?:\.(.+))?$", relative)
-        if found:
-            block, *numbers, inner = found.groups()
+        match = re.match(rf"({pattern})(?:\.(.+))?$", relative)
+        if match:
+            block, *numbers, inner = match.groups()
             indices = tuple(int(number) for number in numbers)
             index = indices[-1] + sum(indices[:-1]) * int(walk.config.raw.get("inner_group_num", 1))
             return Place(
@@ -91,7 +96,7 @@ def place_of(walk: Walk, name: str) -> Place | None:
 
 
 def calls(walk: Walk, place: Place | None) -> int:
-    """How often one forward pass runs what stands here; never, what training alone runs."""
+    """Calls of a module in one forward pass at inference."""
     if place is not None and place.inner in place.stack.training_only:
         return 0
     if place is None or place.stack.calls is None:
@@ -101,7 +106,7 @@ def calls(walk: Walk, place: Place | None) -> int:
 
 
 def norm_row(walk: Walk, name: str, place: Place | None) -> NormRow | None:
-    """What the family states about a norm; None for a norm that no row names."""
+    """The family's row for a norm, or None."""
     if walk.family is None:
         return None
     if place is not None:
@@ -111,7 +116,7 @@ def norm_row(walk: Walk, name: str, place: Place | None) -> NormRow | None:
 
 
 def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None) -> tuple[str, ...]:
-    """Full names of the modules that read a norm's output directly, as far as they exist."""
+    """Full names of the existing modules that read a norm's output directly."""
     assert walk.family is not None
     base = f"{place.block}." if place else walk.prefix
     following = _blocks_after(walk, place) if place else _first_block(walk, walk.family.stacks[0])
@@ -127,7 +132,7 @@ def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None
 
 
 def _cross_readers(walk: Walk) -> list[str]:
-    """The modules that read the encoder's last norm: keys and values of every cross attention."""
+    """Keys and values of every cross attention."""
     readers = (Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
     return [
         names[0]
@@ -148,7 +153,7 @@ def _first_block(walk: Walk, stack: Stack) -> list[str]:
 
 
 def _blocks_after(walk: Walk, place: Place) -> list[str]:
-    """The blocks that may run next: two, where a shared group ends by starting again or handing on."""
+    """The blocks that may run next: two at the end of a shared group, which repeats or ends."""
     blocks = _blocks_of(walk, place.stack)
     *outer, last = place.indices
     if (*outer, last + 1) in blocks:

@@ -39,8 +39,6 @@ FIXED = {"ffn_kind": "gated", "hidden_act": "silu", "uses_bias": False}  # what 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Sizes and loss weights of one FFN."""
-
     d_model: int
     d_ffn: int
     n_head: int
@@ -51,7 +49,6 @@ class Config:
     use_aux_loss: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
         for name in ("d_model", "d_ffn", "n_head"):
             if getattr(self, name) < 1:
                 raise InputError(f"{getattr(self, name)} is no size", where=name, allowed="1 or more")
@@ -69,7 +66,6 @@ class Config:
 
     @property
     def z_dim(self) -> int:
-        """The width of one latent head."""
         return self.d_ffn // self.n_head
 
 
@@ -77,14 +73,13 @@ class BlockDiagonalStart(nn.Linear):
     """A dense linear whose weight starts as `num_blocks` blocks on the diagonal and zero elsewhere."""
 
     def __init__(self, features: int, num_blocks: int) -> None:
-        """Square, without a bias."""
         super().__init__(features, features, bias=False)
         self.num_blocks = num_blocks
         self.start()
 
     @torch.no_grad()
     def start(self) -> None:
-        """Each block as a linear of its own size starts out; exact zeros beside it."""
+        """Each diagonal block starts as a linear of its size; all other weights are exact zeros."""
         width = self.in_features // self.num_blocks
         self.weight.zero_()
         for start in range(0, self.in_features, width):
@@ -95,7 +90,6 @@ class wsFFN(nn.Module):
     """The FFN: `forward(x)` returns (output, auxiliary loss or None)."""
 
     def __init__(self, config: Config) -> None:
-        """Weights as the config sizes them."""
         super().__init__()
         self.config = config
         self.w1 = nn.Linear(config.d_model, config.d_ffn, bias=False)
@@ -105,7 +99,7 @@ class wsFFN(nn.Module):
         self.activation = nn.SiLU()
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, L_Z + L_C); the loss is None, and its path not computed, where nothing trains on it."""
+        """(output, L_Z + L_C); outside of training the loss is None and the latent path is not computed."""
         h1_BLF = self.w1(x_BLD)
         output = self.w2(self.activation(self.w3(x_BLD)) * h1_BLF)
         if not (self.training and self.config.use_aux_loss):
@@ -113,17 +107,15 @@ class wsFFN(nn.Module):
         return output, auxiliary_loss(self.heads(h1_BLF), self.config)
 
     def heads(self, h1_BLF: Tensor) -> Tensor:
-        """The latents of h1, [B, L, n_head, z_dim]."""
         z_BLF: Tensor = self.latent(h1_BLF)
         return z_BLF.reshape(*z_BLF.shape[:-1], self.config.n_head, self.config.z_dim)
 
     def latents(self, x_BLD: Tensor) -> Tensor:
-        """The latents of x, whether or not a loss reads them."""
+        """The latents of x, in training or not."""
         return self.heads(self.w1(x_BLD))
 
 
 def auxiliary_loss(z_BLHZ: Tensor, config: Config) -> Tensor:
-    """L_Z + L_C."""
     z_BLHZ = _at_least_float32(z_BLHZ)
     return length_loss(z_BLHZ, config.lambda_z) + contrastive_loss(z_BLHZ, config.lambda_c, config.tau)
 
@@ -141,13 +133,12 @@ def contrastive_loss(z_BLHZ: Tensor, lambda_c: float, tau: float) -> Tensor:
 
 
 def cosine_similarities(rows_NZ: Tensor) -> Tensor:
-    """Of every row with every row, [N, N]."""
     unit_NZ = functional.normalize(rows_NZ, dim=-1)
     return unit_NZ @ unit_NZ.T
 
 
 def logits_z_loss(logits: Tensor, lambda_logits_z: float) -> Tensor:
-    """lambda_logits_z times mean(logsumexp(logits)^2), on detached logits: a gauge that steers no weight."""
+    """lambda_logits_z times mean(logsumexp(logits)^2) of detached logits: reported, without a gradient."""
     return lambda_logits_z * _at_least_float32(logits.detach()).logsumexp(dim=-1).square().mean()
 
 
@@ -156,7 +147,7 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 class WsFfnConfig(ReferenceConfig):
-    """The reference's fields, and those of wsFFN; `num_latent_heads` is its n_head."""
+    """The fields of the reference and of wsFFN; `num_latent_heads` is its n_head."""
 
     model_type = "ws_ffn"
 
@@ -170,7 +161,6 @@ class WsFfnConfig(ReferenceConfig):
         use_aux_loss: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Sizes that no wsFFN can have are refused here, before anything is built."""
         self.num_latent_heads = num_latent_heads
         self.lambda_z = lambda_z
         self.lambda_c = lambda_c
@@ -187,7 +177,6 @@ class WsFfnConfig(ReferenceConfig):
 
 
 def ffn_config(config: WsFfnConfig) -> Config:
-    """The part of the config that one FFN reads."""
     return Config(
         d_model=config.hidden_size,
         d_ffn=config.intermediate_size,
@@ -201,23 +190,22 @@ def ffn_config(config: WsFfnConfig) -> Config:
 
 
 class BlockFfn(wsFFN):
-    """wsFFN as a block calls it: one value comes out, and the loss waits until the model fetches it."""
+    """wsFFN inside a block: returns the output alone and keeps the loss until `fetch_loss`."""
 
     loss: Tensor | None = None
 
     def forward(self, x_BLD: Tensor) -> Tensor:  # type: ignore[override]
-        """The output alone."""
         output, self.loss = super().forward(x_BLD)
         return output
 
     def fetch_loss(self) -> Tensor | None:
-        """The loss of the last pass, once: keeping it would keep that pass's whole graph."""
+        """The loss of the last pass, returned once: a kept loss would keep the autograd graph alive."""
         loss, self.loss = self.loss, None
         return loss
 
 
 class WsFfnPreTrainedModel(ReferencePreTrainedModel):  # type: ignore[no-untyped-call]
-    """The latent's start must survive the initialisation that transformers does for every linear."""
+    """Keeps the block-diagonal start of latent weights, which transformers would initialise anew."""
 
     config_class = WsFfnConfig  # type: ignore[assignment]
 
@@ -229,29 +217,22 @@ class WsFfnPreTrainedModel(ReferencePreTrainedModel):  # type: ignore[no-untyped
 
 
 class WsFfnModel(WsFfnPreTrainedModel, ReferenceModel):  # type: ignore[no-untyped-call]
-    """The blocks, without a head."""
-
     def __init__(self, config: WsFfnConfig) -> None:
-        """One wsFFN for each block."""
         ReferenceModel.__init__(self, config, lambda whole: BlockFfn(ffn_config(whole)))
 
     def ffns(self) -> list[BlockFfn]:
-        """The FFN of every block, in order."""
         return [module for module in self.modules() if isinstance(module, BlockFfn)]
 
 
 @dataclass
 class WsFfnOutput(CausalLMOutputWithPast):
-    """What a causal language model gives, and its losses by name: total, main, wsffn_aux, z."""
+    """Output of a causal language model with its losses by name: total, main, wsffn_aux, z."""
 
     losses: dict[str, Tensor] | None = None
 
 
 class WsFfnForCausalLM(WsFfnPreTrainedModel, ReferenceForCausalLM):  # type: ignore[misc, no-untyped-call]
-    """The model with its head."""
-
     def __init__(self, config: WsFfnConfig) -> None:
-        """As the reference, around another base model."""
         ReferencePreTrainedModel.__init__(self, config)
         self.model = WsFfnModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -269,7 +250,7 @@ class WsFfnForCausalLM(WsFfnPreTrainedModel, ReferenceForCausalLM):  # type: ign
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> WsFfnOutput:
-        """As the reference, whose names generation looks for; `total` is `main` where nothing else trains."""
+        """The reference's signature, which generation inspects; `total` sums all losses."""
         output: Any = super().forward(
             input_ids,
             attention_mask,
@@ -290,14 +271,14 @@ class WsFfnForCausalLM(WsFfnPreTrainedModel, ReferenceForCausalLM):  # type: ign
         )
 
     def losses(self, main: Tensor, logits: Tensor, aux: list[Tensor]) -> dict[str, Tensor]:
-        """Each loss of a pass; that of the FFNs is their sum over blocks."""
+        """The losses of a pass by name; wsffn_aux is summed over blocks."""
         zero = main.new_zeros(())
         wsffn_aux = torch.stack(aux).sum() if aux else zero
         z = logits_z_loss(logits, self.config.lambda_logits_z) if aux else zero
         return {"total": main + wsffn_aux + z, "main": main, "wsffn_aux": wsffn_aux, "z": z}
 
     def latents(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """What the latent path of every block computes from this text, [B, L, n_head, z_dim] each."""
+        """The latents of every block, [B, L, n_head, z_dim] each."""
         found: list[Tensor] = []
 
         def keep(ffn: BlockFfn, args: tuple[Tensor], _: Tensor) -> None:

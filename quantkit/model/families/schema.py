@@ -74,8 +74,6 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """The facts of one architecture family."""
-
     name: str
     model_types: tuple[str, ...]
     stacks: tuple[Stack, ...]

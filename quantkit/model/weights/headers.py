@@ -1,6 +1,6 @@
-"""Reading what a safetensors checkpoint holds, from its headers alone, and refusing what is broken.
+"""The headers of a safetensors checkpoint: read, checked, and compared with the model.
 
-A header names every tensor with its type, shape and place, so a checkpoint of any size is checked in
+A header names every tensor with its type, shape and offset, so a checkpoint of any size is checked in
 milliseconds and nothing is executed. Pickle files can run code when opened; they are refused.
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -31,12 +31,13 @@ CONVERSION = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint: where it lies and what it is."""
+    """Location, type and shape of one tensor of a checkpoint."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -73,13 +74,18 @@ def _refuse_pickle(folder: Path) -> None:
 def _read_file(file: Path) -> dict[str, StoredTensor]:
     """The header of one file; safetensors itself checks offsets, types and the file's length."""
     try:
-        with safe_open(file, framework="numpy") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+        with safe_open(file, framework="numpy") as handle, file.open("rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            header = json.loads(raw.read(length))
             return {
                 name: StoredTensor(
-                    name=name, file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                    name=name,
+                    file=file,
+                    dtype=header[name]["dtype"],
+                    shape=tuple(header[name]["shape"]),
+                    offset=8 + length + header[name]["data_offsets"][0],
                 )
-                for name, part in slices.items()
+                for name in handle.keys()  # noqa: SIM118 - not a dict
             }
     except (SafetensorError, OSError) as error:
         raise InputError(

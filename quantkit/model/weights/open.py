@@ -67,7 +67,7 @@ def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, s
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[str, ...]]:
-    """Other names of the same tensor: a checkpoint stores a shared one under any of them."""
+    """Name -> the other names of the same tensor."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor), []).append(name)

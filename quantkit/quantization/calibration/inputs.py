@@ -125,7 +125,7 @@ def _check_ids(module: nn.Module, tokens_BT: Ints) -> None:
 def _width(module: nn.Module) -> int:
     kind = linears.kind_of(module)
     assert kind is not None, type(module).__name__
-    return linears.shape_OI(module, kind)[1]
+    return linears.weight_OI(module, kind).shape[1]
 
 
 def record_calls(subject: Subject) -> Mapping[int, Recording]:
