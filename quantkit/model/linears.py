@@ -1,8 +1,7 @@
-"""The linear-like modules that quantkit knows, and how each stores its weight.
+"""The linear-like module classes and their storage order.
 
-This table is the only place that tells [in, out] from [out, in]: GPT-2's `Conv1D` stores the transpose of
-what `nn.Linear` stores. Everywhere else a weight is `weight_OI`. One row makes a new kind known to the walk,
-the plan and the exporter.
+GPT-2's `Conv1D` stores a weight as [in, out], `nn.Linear` as [out, in]; outside of this table a weight is
+always `weight_OI`. One row adds a new class to the walk, the plan and the exporter.
 """
 
 from __future__ import annotations

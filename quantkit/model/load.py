@@ -65,7 +65,7 @@ ALIASES: dict[str, str] = {
     "qwen/qwen3-0.6b": "qwen3-0.6b",
 }
 _transformers_logging: Any = transformers.logging
-_transformers_logging.set_verbosity_error()  # its advice to users of transformers would only confuse ours
+_transformers_logging.set_verbosity_error()  # advice to users of transformers does not apply here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +172,7 @@ def _fetch_config(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        # Without a network the library would retry aloud for half a minute; the cache answers at once.
+        # Without a network the library retries for half a minute; its cache answers at once.
         offline = not hub_is_reachable(constants.ENDPOINT)
         return Path(hf_hub_download(name, "config.json", local_files_only=offline)).parent
     except (OSError, ValueError, HfHubHTTPError) as error:
@@ -253,7 +253,7 @@ def model_class(architecture: str) -> Any:
 def named_class(source: Source) -> Any:
     """The first known class that the config's `architectures` names, or None."""
     classes = (model_class(str(name)) for name in source.config.get("architectures") or ())
-    return next((known for known in classes if known is not None), None)
+    return next((cls for cls in classes if cls is not None), None)
 
 
 def make_model(source: Source, config: Any) -> nn.Module:

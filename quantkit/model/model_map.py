@@ -1,8 +1,7 @@
-"""The records that flow through quantkit: frozen, JSON-serialisable, free of torch and of any model.
+"""The records of a model's structure: frozen, JSON-serialisable, free of torch.
 
-One way: a `ModelMap` says what a model is made of, a `Plan` what is done to each projection. Every
-weight is spoken of as [out, in], however a checkpoint stores it; one *logical projection* (the query
-of a fused QKV matrix, say) is one `Layer`, so that no count depends on how a checkpoint fuses them.
+Every weight is described as [out, in], in either storage order. One logical projection (the query of a fused
+QKV matrix, for example) is one `Layer`, so that no count depends on the fusion of a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Role(StrEnum):
 ATTENTION_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT)
 FFN_ROLES = (Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN, Role.FFN_LATENT)
 
-# What attention and an FFN's middle give varies in size from token to token; what a norm gives does not.
+# Projections whose inputs are no norm's output, so that their magnitude varies from token to token.
 READ_NO_NORM = (Role.ATTENTION_OUT, Role.FFN_DOWN)
 
 
@@ -131,13 +130,13 @@ class Layer:
     has_bias: bool
     matrix: str  # the module that stores it; several layers share one when a checkpoint fuses them
     rows: Rows  # where in that matrix
-    stored_as: str  # the row of the linears table, which alone knows [in, out] from [out, in]
+    stored_as: str  # the row of LINEARS, which has the storage order
     block: str | None = None  # the block's name, None outside of blocks
     is_cross_attention: bool = False
     tied_to: str | None = None  # the embedding whose table this projection reuses
     aliases: tuple[str, ...] = ()  # other names of the same module object
-    calls: int = 1  # how often one forward pass runs it; 0: training alone does
-    num_heads: int = 1  # of a latent: what its output splits into
+    calls: int = 1  # in one forward pass; 0: only training runs it
+    num_heads: int = 1  # of a latent projection: heads of its output
     num_groups: int = 1  # blocks on the diagonal, all other weights being zero: as many as heads, or 1
 
     @property
@@ -267,7 +266,7 @@ class ModelMap:
     is_encoder_decoder: bool
     has_tied_head: bool
     embedding_scale: float | None  # Gemma multiplies its embeddings by sqrt(hidden)
-    head_scale: float | None  # T5 divides what a tied head reads by sqrt(hidden)
+    head_scale: float | None  # T5 divides the input of a tied head by sqrt(hidden)
     final_softcap: float | None
     layers: tuple[Layer, ...]
     embeddings: tuple[Embedding, ...]

@@ -1,9 +1,9 @@
 """One wide FFN: an encoder whose layers all share one FFN, and a decoder that has none.
 
 Feed-forward layers are where most parameters of a transformer are, and much of what they hold is redundant:
-one FFN run at every depth of the encoder, and made wider with what that saves, does as well as one for each
-layer. https://arxiv.org/abs/2309.01826. `encoder_ffn="own"` and `decoder_ffn="own"` give the ordinary model
-beside it, so that bytes and operations of the two can be held against each other.
+one FFN run at every depth of the encoder, and widened by the saved parameters, is as accurate as one FFN a
+layer. https://arxiv.org/abs/2309.01826. `encoder_ffn="own"` and `decoder_ffn="own"` give the ordinary model,
+so that bytes and operations of the two can be compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.model.architectures.reference import (
     waves,
 )
 
-# Letters as in reference.py; S also counts what the encoder read.
+# Letters as in reference.py; S is also the length of the encoder input.
 ENCODER_FFNS = ("shared", "own")
 DECODER_FFNS = ("none", "own")
 
@@ -179,8 +179,8 @@ class OneWideDecoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         """The last hidden states; the KV cache is updated in place."""
         x_BTH = self.embed_tokens(input_ids)
-        num_seen = cache.self_attention_cache.get_seq_length() if cache is not None else 0
-        steps_1T, hidden_BTS = causal(num_seen, x_BTH.shape[1], x_BTH.device)
+        num_cached = cache.self_attention_cache.get_seq_length() if cache is not None else 0
+        steps_1T, hidden_BTS = causal(num_cached, x_BTH.shape[1], x_BTH.device)
         unseen_B1S = None if encoder_mask is None else (encoder_mask == 0)[:, None]
         turned = waves(self.config, steps_1T, x_BTH.dtype)
         for layer in self.layers:

@@ -1,10 +1,12 @@
-"""A small decoder of which every part can be chosen: FFN, activation, norm, placement, biases.
+"""A small decoder with configurable parts: FFN, activation, norm, norm placement, biases.
 
-Published families each fix one combination; this model has all of them in one class, so that what quantkit
-says and emits can be held against every pair of choices. It is a whole causal language model (rotary
-positions, grouped heads, a transformers cache, save and load), and another model may pass the function by
-which its blocks make their FFN. Gated FFNs: https://arxiv.org/abs/2002.05202. Norm placement:
-https://arxiv.org/abs/2002.04745. Rotary positions: https://arxiv.org/abs/2104.09864
+Published families each fix one combination; this model has all of them in one class, so that maps and exports
+can be tested on every pair of choices. It is a complete causal language model (rotary positions,
+grouped-query attention, a transformers KV cache, save and load). Another model may pass its own function that
+makes an FFN.
+
+Gated FFNs: https://arxiv.org/abs/2002.05202. Norm placement: https://arxiv.org/abs/2002.04745. Rotary
+positions: https://arxiv.org/abs/2104.09864
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quantkit.errors import InputError
 
-# Letters: B batch, T tokens, S keys seen, N heads, D head size, H hidden size.
+# Letters: B batch, T tokens, S keys, N heads, D head size, H hidden size.
 ACTIVATIONS = ("relu", "gelu", "gelu_pytorch_tanh", "silu")
 NORM_KINDS = ("layer_norm", "rms_norm")
 PLACEMENTS = ("pre", "post", "sandwich")
@@ -85,9 +87,9 @@ def check(config: ReferenceConfig) -> None:
         "norm_placement": PLACEMENTS,
     }
     for name, values in allowed.items():
-        found = getattr(config, name)
-        if found not in values:
-            refuse(f"{name} is {found!r}", ", ".join(values))
+        value = getattr(config, name)
+        if value not in values:
+            refuse(f"{name} is {value!r}", ", ".join(values))
     positive = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     for name in (*positive, "num_key_value_heads", "max_position_embeddings"):
         if getattr(config, name) < 1:
@@ -102,8 +104,8 @@ def check(config: ReferenceConfig) -> None:
         refuse(f"{heads} heads do not share {groups} heads of keys", "a divisor of num_attention_heads")
 
 
-def refuse(what: str, allowed: str, *, where: str = "ReferenceConfig") -> NoReturn:
-    raise InputError(what, where=where, allowed=allowed, next_step="correct config.json")
+def refuse(fault: str, allowed: str, *, where: str = "ReferenceConfig") -> NoReturn:
+    raise InputError(fault, where=where, allowed=allowed, next_step="correct config.json")
 
 
 class StandardFfn(nn.Module):
@@ -190,7 +192,7 @@ class ReferenceAttention(nn.Module):
         query, key, value = (
             self.heads(projection(x_BTH)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (turn(each, cosine_BTD, sine_BTD) for each in (query, key))
+        query, key = (turn(x, cosine_BTD, sine_BTD) for x in (query, key))
         if cache is not None:
             key, value = cache.update(key, value, self.index)
         return self.attend(query, key, value, hidden_BTS)
@@ -199,7 +201,7 @@ class ReferenceAttention(nn.Module):
         return x_BTH.view(*x_BTH.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden_BTS: Tensor | None) -> Tensor:
-        key, value = (each.repeat_interleave(self.num_groups, dim=1) for each in (key, value))
+        key, value = (x.repeat_interleave(self.num_groups, dim=1) for x in (key, value))
         scores_BNTS = torch.matmul(query, key.transpose(2, 3)) * self.head_dim**-0.5
         if hidden_BTS is not None:
             lowest = torch.finfo(scores_BNTS.dtype).min
@@ -225,10 +227,10 @@ def waves(config: Any, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def causal(num_seen: int, num_new: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def causal(num_cached: int, num_new: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(positions of the new tokens [1, T], mask of the later keys [1, T, S])."""
-    keys_S = torch.arange(num_seen + num_new, device=device)
-    steps_T = torch.arange(num_seen, num_seen + num_new, device=device)
+    keys_S = torch.arange(num_cached + num_new, device=device)
+    steps_T = torch.arange(num_cached, num_cached + num_new, device=device)
     return steps_T[None], (keys_S[None] > steps_T[:, None])[None]
 
 
@@ -296,8 +298,8 @@ class ReferenceModel(ReferencePreTrainedModel):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         """The last hidden states; the KV cache is updated in place."""
         x_BTH = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        num_seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        steps_1T, hidden_BTS = causal(num_seen, x_BTH.shape[1], x_BTH.device)
+        num_cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        steps_1T, hidden_BTS = causal(num_cached, x_BTH.shape[1], x_BTH.device)
         turned = waves(self.config, steps_1T if position_ids is None else position_ids, x_BTH.dtype)
         if attention_mask is not None:
             hidden_BTS = hidden_BTS | (attention_mask[:, None, : hidden_BTS.shape[-1]] == 0)

@@ -1,4 +1,4 @@
-"""A gated FFN with a parallel latent projection, which shapes it in training and is dead afterwards.
+"""A gated FFN with a parallel latent projection that only training runs, and a decoder built of it.
 
 For x of [B, L, d_model]: h1 = x W1, h2 = x W3, output = (SiLU(h2) * h1) W2, as any SwiGLU FFN
 (https://arxiv.org/abs/2002.05202). Beside it one linear d_ffn -> d_ffn turns h1 into n_head latents of
@@ -34,7 +34,7 @@ from quantkit.model.architectures.reference import (
     ReferencePreTrainedModel,
 )
 
-FIXED = {"ffn_kind": "gated", "hidden_act": "silu", "uses_bias": False}  # what wsFFN is
+FIXED = {"ffn_kind": "gated", "hidden_act": "silu", "uses_bias": False}  # by the definition of wsFFN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,10 +279,10 @@ class WsFfnForCausalLM(WsFfnPreTrainedModel, ReferenceForCausalLM):  # type: ign
 
     def latents(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The latents of every block, [B, L, n_head, z_dim] each."""
-        found: list[Tensor] = []
+        latents: list[Tensor] = []
 
         def keep(ffn: BlockFfn, args: tuple[Tensor], _: Tensor) -> None:
-            found.append(ffn.latents(args[0]))
+            latents.append(ffn.latents(args[0]))
 
         handles = [ffn.register_forward_hook(keep) for ffn in self.model.ffns()]
         try:
@@ -290,7 +290,7 @@ class WsFfnForCausalLM(WsFfnPreTrainedModel, ReferenceForCausalLM):  # type: ign
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return latents
 
 
 AutoConfig.register(WsFfnConfig.model_type, WsFfnConfig)

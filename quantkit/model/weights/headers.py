@@ -21,7 +21,7 @@ from quantkit.errors import InputError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# Buffers that older versions of transformers saved and no version needs.
+# Buffers that older versions of transformers saved and no version reads.
 SPARE_BUFFERS = re.compile(r"(attn\.(masked_)?bias|attention\.(masked_)?bias|inv_freq|position_ids)$")
 CONVERSION = (
     "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('FOLDER')"
@@ -138,33 +138,33 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 def compare(
     stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], *, prefix: str, where: str
 ) -> list[str]:
-    """Hold a checkpoint's headers against the module's tensors.
+    """Compare a checkpoint's headers with the module's tensors.
 
-    Wrong shapes raise; missing and unused tensors come back as notes. A base model's checkpoint may lack
-    the prefix that a model with a head puts before its names, or have it where the module does not.
+    Wrong shapes raise; missing and unused tensors are returned as notes. Either side may lack the prefix that
+    a model with a head puts before the names of its base model.
     """
     if not stored:
         return []
     matched: dict[str, StoredTensor] = {}
     for name in expected:
-        found = stored.get(name) or stored.get(name.removeprefix(prefix)) or stored.get(prefix + name)
-        if found:
-            matched[name] = found
+        tensor = stored.get(name) or stored.get(name.removeprefix(prefix)) or stored.get(prefix + name)
+        if tensor:
+            matched[name] = tensor
     wrong = [
-        f"{name} is {list(found.shape)} and not {list(expected[name].shape)}"
-        for name, found in matched.items()
-        if found.shape != tuple(expected[name].shape)
+        f"{name} is {list(tensor.shape)} and not {list(expected[name].shape)}"
+        for name, tensor in matched.items()
+        if tensor.shape != tuple(expected[name].shape)
     ]
     if wrong or not matched:
-        what = f"{len(wrong)} tensors have another shape than the config says: {'; '.join(wrong[:3])}"
+        shapes = f"{len(wrong)} tensors have another shape than the config says: {'; '.join(wrong[:3])}"
         raise InputError(
-            what if wrong else "no tensor of the checkpoint belongs to this architecture",
+            shapes if wrong else "no tensor of the checkpoint belongs to this architecture",
             where=where,
             next_step="config.json and weights belong to different models; copy or download both again",
         )
     present = {id(expected[name]) for name in matched}
-    missing = [name for name, tensor in expected.items() if id(tensor) not in present]
-    used = {found.name for found in matched.values()}
+    missing = [name for name, parameter in expected.items() if id(parameter) not in present]
+    used = {tensor.name for tensor in matched.values()}
     extra = [name for name in stored if name not in used and not SPARE_BUFFERS.search(name)]
     notes = []
     if missing:

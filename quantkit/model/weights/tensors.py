@@ -98,7 +98,7 @@ class CheckpointTensors:
 def _widen(raw: NDArray[Any], dtype: str) -> Floats:
     if dtype == "BF16":  # the upper half of a float32: shifting is several times faster than converting
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is refused by name
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow is reported by _require_finite
         return raw.astype(np.float32)
 
 
@@ -114,7 +114,7 @@ def _width(tensor: StoredTensor) -> int:
 
 
 def _require_finite(values: Floats, tensor: StoredTensor) -> None:
-    # A sum of squares is finite only when every value is; one cheap pass decides the usual case.
+    # A finite sum of squares proves that every value is finite; one cheap pass decides the usual case.
     with np.errstate(over="ignore", invalid="ignore"):
         flat = values.reshape(-1)
         if np.isfinite(np.dot(flat, flat)) or np.isfinite(values).all():
@@ -171,7 +171,7 @@ class RandomTensors:
         width = math.prod(rest)
         spread = np.float32(0.02 * 3**0.5)
         parts = []
-        for row in range(start, start + count):  # a stream for each row, so that any range can be had alone
+        for row in range(start, start + count):  # a stream for each row: any range reads alone
             stream = np.random.Generator(
                 np.random.Philox(key=int.from_bytes(seed[:8], "little"), counter=[0, 0, 0, row])
             )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.model.architectures.reference import RmsNorm
 from quantkit.model.families import family_of
 from quantkit.model.load import Source, make_config, make_model
 from quantkit.model.model_map import ModelMap, NormKind, Role
@@ -23,20 +24,6 @@ from quantkit.model.names import checkpoint_name
 from quantkit.model.weights.tensors import TensorSource
 
 CHUNK_VALUES = 1 << 22
-
-
-class RootMeanSquareNorm(nn.Module):
-    """The norm that replaces a LayerNorm once its writers subtract the mean: no mean, no bias."""
-
-    def __init__(self, features: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(features, device="meta"))
-        self.eps = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        scaled: Tensor = self.weight * (x * scale)
-        return scaled
 
 
 def torch_model(
@@ -164,7 +151,8 @@ def _match_map(module: nn.Module, model_map: ModelMap, modules: dict[str, str]) 
     for norm in model_map.norms:
         current: Any = module.get_submodule(modules[norm.name])
         if norm.kind is NormKind.RMS_NORM and isinstance(current, nn.LayerNorm):
-            replacement = RootMeanSquareNorm(norm.features, norm.epsilon)
+            with torch.device("meta"):
+                replacement = RmsNorm(norm.features, norm.epsilon)
             for name in (norm.name, *norm.aliases):
                 _set(module, modules[name], replacement)
     tables = {id(module.get_submodule(modules[table.name]).weight) for table in model_map.embeddings}
