@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from quantkit.evaluation.memory import run_and_measure
-from quantkit.model.known import known_config
+from quantkit.model.load import known_config
 from quantkit.runtime.machine.facts import read_cpu
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "calibration.md"

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from quantkit.evaluation.memory import run_and_measure
-from quantkit.model.known import known_config
+from quantkit.model.load import known_config
 from quantkit.runtime.machine.facts import read_cpu
 
 ROOT = Path(__file__).resolve().parents[1]

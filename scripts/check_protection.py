@@ -24,7 +24,7 @@ from doubles import logits_of, make_subject  # noqa: E402
 from exporting import DECODERS, build_tiny, error  # noqa: E402
 from protecting import ALL, orderless, split, split_run, whole_run  # noqa: E402
 
-from quantkit.model.families.decoders import FAMILIES  # noqa: E402
+from quantkit.model.families import FAMILIES  # noqa: E402
 from quantkit.model.inspect import inspect_source  # noqa: E402
 from quantkit.model.load import open_source  # noqa: E402
 from quantkit.model.weights.open import open_weights  # noqa: E402

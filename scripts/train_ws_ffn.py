@@ -25,10 +25,9 @@ import torch
 from ws_ffn_page import write_page
 
 from quantkit.model.architectures.reference import ReferenceConfig, ReferenceForCausalLM
-from quantkit.model.architectures.ws_ffn import cosine_similarities
-from quantkit.model.architectures.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
+from quantkit.model.architectures.ws_ffn import WsFfnConfig, WsFfnForCausalLM, cosine_similarities
+from quantkit.model.companions import tokenizer_files
 from quantkit.model.load import open_source
-from quantkit.model.weights.open import tokenizer_files
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import Recipe, override
 from quantkit.report.document import report_json

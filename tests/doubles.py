@@ -15,7 +15,7 @@ import torch
 from exporting import build_tiny
 from torch.overrides import TorchFunctionMode
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, model_class, open_source
 from quantkit.model.model_map import ModelMap

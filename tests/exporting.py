@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.load import model_class, open_source
 from quantkit.model.model_map import Layer

@@ -16,7 +16,7 @@ import numpy as np
 from exporting import build_tiny
 from protecting import Pair, split
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.private.client.connection import RemoteHost, connect
 from quantkit.private.client.model import Client, open_client
 from quantkit.private.host.model import Host, open_host

@@ -38,7 +38,7 @@ def session_reference(session: Session) -> Reference:
 
 def transformers_reference(source: Source) -> Reference:
     """The original in transformers, in float32."""
-    from quantkit.model.weights.open import reference_answer_logits, reference_logits
+    from quantkit.model.reference import reference_answer_logits, reference_logits
 
     return Reference(
         logits=lambda: reference_logits(source),

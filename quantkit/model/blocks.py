@@ -1,8 +1,7 @@
 """Describing one transformer block: its attentions, its FFN, its norms, and how fused rows split.
 
-Kinds are read from the structure in front of us (a block with a gate projection is gated, the activation
-is what the module that sits there computes), so a config field that disagrees with the code cannot mislead
-the map.
+Kinds are read off the modules (an FFN with a gate projection is gated, the activation is the function that
+its module computes), so a config field that disagrees with the code cannot mislead the map.
 """
 
 from __future__ import annotations
@@ -10,17 +9,19 @@ from __future__ import annotations
 from torch import nn
 
 from quantkit.model.config import ModelConfig
-from quantkit.model.families.schema import Family, Stack, read_fact
+from quantkit.model.families.schema import Family, Norms, Stack, read_fact
 from quantkit.model.model_map import (
     Attention,
     Block,
     FeedForward,
     FfnKind,
     Layer,
+    NormPlace,
     PositionKind,
     Role,
     Rows,
 )
+from quantkit.model.names import Place, Walk, calls
 from quantkit.model.unknown.probes import curve_of
 
 
@@ -50,41 +51,30 @@ def _fused_length(role: Role, roles: tuple[Role, ...], num_out: int, config: Mod
     return heads * config.head_dim
 
 
-def describe_block(
-    module: nn.Module,
-    *,
-    name: str,
-    index: int,
-    calls: int,
-    stack: Stack,
-    family: Family,
-    config: ModelConfig,
-    layers: list[Layer],
-) -> Block:
-    """One block's record, from its layers, its modules and the family's facts."""
+def describe_block(walk: Walk, place: Place, layers: list[Layer]) -> Block:
+    assert walk.family is not None
+    facts = walk.config.raw
+    attends = {layer.is_cross_attention for layer in layers if layer.role is Role.ATTENTION_QUERY}
     return Block(
-        name=name,
-        stack=stack.kind,
-        index=index,
-        calls=calls,
+        name=place.block,
+        stack=place.stack.kind,
+        index=place.index,
+        calls=calls(walk, place),
         attentions=tuple(
-            _describe_attention(stack, family, config, index, is_cross=is_cross)
-            for is_cross in (False, True)
-            if any(
-                each.role is Role.ATTENTION_QUERY and each.is_cross_attention is is_cross for each in layers
-            )
+            _describe_attention(walk.config, walk.family, place, is_cross=is_cross)
+            for is_cross in sorted(attends)
         ),
-        ffn=_describe_ffn(module, stack, layers),
-        norm_kind=read_fact(family.norm_kind, config.raw),
-        norm_placement=read_fact(family.placement, config.raw),
-        residual=read_fact(family.residual, config.raw),
+        ffn=_describe_ffn(walk.module.get_submodule(place.block), place.stack, layers),
+        norm_kind=read_fact(walk.family.norm_kind, facts),
+        norm_placement=read_fact(walk.family.placement, facts),
+        residual=read_fact(walk.family.residual, facts),
     )
 
 
-def _describe_attention(
-    stack: Stack, family: Family, config: ModelConfig, index: int, *, is_cross: bool
-) -> Attention:
+def _describe_attention(config: ModelConfig, family: Family, place: Place, *, is_cross: bool) -> Attention:
+    stack, index = place.stack, place.index
     assert config.num_heads and config.num_kv_heads and config.head_dim
+    norms: Norms = read_fact(stack.norms, config.raw)
     position = PositionKind.NONE if is_cross else read_fact(family.position, config.raw)
     rope = config.ropes[index] if position is PositionKind.ROPE and index < len(config.ropes) else None
     window = config.windows[index] if index < len(config.windows) else None
@@ -97,7 +87,7 @@ def _describe_attention(
         is_causal=stack.kind == "decoder" and not is_cross,
         window=None if is_cross else window,
         softcap=config.attention_softcap,
-        has_query_key_norm=bool(stack.query_key_norms),
+        has_query_key_norm=any(norm.place is NormPlace.QUERY for norm in norms.values()),
         scale=_scale(config, index),
         rope_theta=rope.theta if rope else None,
         rotary_dim=int(config.head_dim * rope.rotary_fraction) if rope else None,
@@ -106,7 +96,7 @@ def _describe_attention(
 
 
 def _scale(config: ModelConfig, index: int) -> float | None:
-    """What query times key is multiplied by, where it is not 1 / sqrt(head_dim)."""
+    """The factor of the attention scores; None for 1 / sqrt(head_dim)."""
     assert config.head_dim
     scale = config.query_scale
     if config.raw.get("scale_attn_weights") is False:

@@ -1,9 +1,9 @@
-"""One normalised record of a model's configuration, whatever the transformers version calls a field.
+"""One normalised record of a model's config, independent of the transformers version.
 
 Transformers 5 renamed facts that 4.57 wrote under other names (`rope_theta`, `rope_scaling` and
 `rope_local_base_freq` became `rope_parameters`; `torch_dtype` became `dtype`), and each model family has
-spellings of its own. `spelled_for` lets a config of either age be read by either version; `normalise`
-reads the resulting object once, so that nothing else in quantkit ever asks a raw config field.
+spellings of its own. `spelled_for` makes a config of either version readable by the other; `normalise` reads
+the resulting object once, so that the rest of quantkit needs no raw config field.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ class ModelConfig:
     model_type: str
     hidden_size: int | None
     vocab_size: int | None
-    num_layers: int | None
     num_heads: int | None
     num_kv_heads: int | None
     head_dim: int | None
     max_positions: int | None
-    norm_epsilon: float | None
     is_encoder_decoder: bool
     windows: tuple[int | None, ...]  # one entry a layer
     ropes: tuple[Rope | None, ...]  # one entry a layer
@@ -48,7 +46,7 @@ class ModelConfig:
 
 
 def spelled_for(raw: Mapping[str, Any], transformers_major: int) -> dict[str, Any]:
-    """The same config in the spelling that this major version of transformers reads."""
+    """The config in the spelling of this major version of transformers."""
     spelled = dict(raw)
     if transformers_major >= FIRST_MAJOR_WITH_ROPE_PARAMETERS:
         return spelled  # 5.x reads both
@@ -74,7 +72,6 @@ def spelled_for(raw: Mapping[str, Any], transformers_major: int) -> dict[str, An
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these fields that is set."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
@@ -106,7 +103,7 @@ def _read_ropes(config: Any) -> tuple[Rope | None, Rope | None]:
     scaling = getattr(config, "rope_scaling", None) or {}
     scaling = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
     original = getattr(config, "original_max_position_embeddings", None)
-    if scaling.get("rope_type") == "longrope" and original:  # Phi-3 says it beside the rule and not in it
+    if scaling.get("rope_type") == "longrope" and original:  # Phi-3 has it outside of rope_scaling
         scaling["original_max_position_embeddings"] = original
     full_rope = _rope({**scaling, "rope_theta": theta}, fraction)
     local_theta = getattr(config, "rope_local_base_freq", None)
@@ -125,7 +122,7 @@ def _read_layer_kinds(config: Any, num_layers: int, window: int | None) -> tuple
 
 
 def normalise(config: Any) -> ModelConfig:
-    """Read every fact once from a transformers config object of either version."""
+    """The facts of a transformers config object of either version."""
     num_layers = _first(config, "num_hidden_layers", "num_layers")
     num_heads = _first(config, "num_attention_heads", "num_heads")
     hidden_size = _first(config, "hidden_size", "d_model")
@@ -140,12 +137,10 @@ def normalise(config: Any) -> ModelConfig:
         model_type=getattr(config, "model_type", "") or "",
         hidden_size=hidden_size,
         vocab_size=getattr(config, "vocab_size", None),
-        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_first(config, "num_key_value_heads") or num_heads,
         head_dim=head_dim,
         max_positions=_first(config, "max_position_embeddings", "n_positions", "max_seq_len"),
-        norm_epsilon=_first(config, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
         is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         windows=tuple(window if kind == SLIDING else None for kind in kinds),
         ropes=tuple(sliding_rope if kind == SLIDING else full_rope for kind in kinds),

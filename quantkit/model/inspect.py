@@ -1,8 +1,10 @@
-"""The walk: from a module tree to a `ModelMap`, without touching a weight.
+"""From a name, a folder or a live module to a `ModelMap`, without touching a weight.
 
-Every linear becomes one `Layer` for each logical projection it holds, with its role from the families
-table, its tie, its aliases and how often a forward pass calls it. What no table knows is mapped as
-`other` or listed as unmapped, never guessed: the parameters of a map always add up to the model's.
+`inspect` opens a name or folder as a `Source`, `inspect_source` builds its module on the meta device, and
+`map_module` walks the module. Every linear becomes one `Layer` for each logical projection it holds, with
+its role from the families table, its tie, its aliases and its calls in a forward pass. A module that no
+table describes is mapped as `other` or listed as unmapped: the parameters of a map always add up to the
+model's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +23,7 @@ from quantkit.errors import InputError
 from quantkit.model import linears
 from quantkit.model.blocks import describe_block, split_rows
 from quantkit.model.config import normalise
-from quantkit.model.families.decoders import family_of
+from quantkit.model.families import family_of
 from quantkit.model.families.schema import read_fact
 from quantkit.model.load import Source, build_on_meta, open_source
 from quantkit.model.model_map import (
@@ -31,6 +36,7 @@ from quantkit.model.model_map import (
     ModelMap,
     Norm,
     NormKind,
+    NormPlace,
     Role,
     UnmappedParameter,
 )
@@ -40,7 +46,7 @@ from quantkit.model.names import (
     calls,
     checkpoint_name,
     find_prefix,
-    norm_place,
+    norm_row,
     place_of,
     readers,
 )
@@ -51,33 +57,34 @@ from quantkit.model.weights.headers import compare, read_headers
 NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 
 
-def inspect(name: str, *, trust_remote_code: bool = False) -> ModelMap:
-    """Map whatever the user named, and check its weights' headers when they are there."""
-    return inspect_source(open_source(name, trust_remote_code=trust_remote_code))
+def inspect(model: str | Path | nn.Module, *, trust_remote_code: bool = False) -> ModelMap:
+    """Map a model by its name, its folder or its live module."""
+    if isinstance(model, nn.Module):
+        return map_module(model, name=type(model).__name__)
+    return inspect_source(open_source(model, trust_remote_code=trust_remote_code))
 
 
 def inspect_source(source: Source) -> ModelMap:
-    """Map what is opened already, and check its weights' headers when they are there."""
+    """Map a source, and check the headers of its weights where it has a folder."""
     module = build_on_meta(source)
-    notes = [*source.notes]
-    if source.folder is not None:
-        row = family_of(source.config["model_type"])
-        prefix = find_prefix(module, row[1] if row else None)
-        expected = {
-            checkpoint_name(path, row[1] if row else None): tensor
-            for path, tensor in module.state_dict(keep_vars=True).items()
-        }
-        notes.extend(compare(read_headers(source.folder), expected, prefix=prefix, where=source.name))
-    return map_module(module, name=source.name, notes=tuple(notes), used_remote_code=source.uses_remote_code)
+    model_map = map_module(module, name=source.name)
+    family = family_of(model_map.model_type)
+    expected = {
+        checkpoint_name(path, family): tensor for path, tensor in module.state_dict(keep_vars=True).items()
+    }
+    stored = read_headers(source.folder) if source.folder else {}
+    header_notes = compare(stored, expected, prefix=find_prefix(module, family), where=source.name)
+    return replace(
+        model_map,
+        notes=(*source.notes, *header_notes, *model_map.notes),
+        used_remote_code=source.uses_remote_code,
+    )
 
 
-def map_module(
-    module: nn.Module, *, name: str, notes: tuple[str, ...] = (), used_remote_code: bool = False
-) -> ModelMap:
-    """Map a live module; weights may be on the meta device."""
+def map_module(module: nn.Module, *, name: str) -> ModelMap:
+    """Map a live module; its weights may be on the meta device."""
     config = normalise(getattr(module, "config", None))
-    row = family_of(config.model_type)
-    family = row[1] if row else None
+    family = family_of(config.model_type)
     walk = Walk(module=module, config=config, family=family, prefix=find_prefix(module, family))
     for path, child in module.named_modules(remove_duplicate=False):
         walk.names[id(child)].append(checkpoint_name(path, family))
@@ -88,25 +95,11 @@ def map_module(
     has_tied_head = any(layer.tied_to for layer in layers if layer.role is Role.LM_HEAD)
     scales_head = bool(family and read_fact(family.scales_tied_head, config.raw))
     root = math.sqrt(config.hidden_size) if config.hidden_size else None
-    left_out = [layer for layer in layers if not layer.calls]
-    if left_out:
-        notes = (*notes, training_only_note(left_out))
-    if family is None:
-        kind = f"model type '{config.model_type}'" if config.model_type else "a module without a config"
-        notes = (
-            *notes,
-            f"no row for {kind} in the families table: roles are 'other', blocks are not described",
-            *summary(observe(module)),
-        )
-    elif strays := [
-        layer.name for layer in layers if layer.role is Role.OTHER and not _is_known_other(walk, layer)
-    ]:
-        notes = (*notes, f"{len(strays)} projections have no role in this family: {', '.join(strays[:4])}")
     return ModelMap(
         name=name,
         model_type=config.model_type,
         architecture=type(module).__name__,
-        family=row[0] if row else None,
+        family=family.name if family else None,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -121,33 +114,46 @@ def map_module(
         norms=norms,
         blocks=blocks,
         unmapped=_find_unmapped(walk),
-        notes=notes,
-        used_remote_code=used_remote_code,
+        notes=tuple(_notes(walk, layers)),
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
         position_offset=family.position_offset if family else 0,
     )
 
 
+def _notes(walk: Walk, layers: Sequence[Layer]) -> Iterator[str]:
+    training_only = [layer for layer in layers if not layer.calls]
+    if training_only:
+        yield training_only_note(training_only)
+    if walk.family is None:
+        model_type = walk.config.model_type
+        kind = f"model type '{model_type}'" if model_type else "a module without a config"
+        yield f"no row for {kind} in the families table: roles are 'other', blocks are not described"
+        yield from summary(observe(walk.module))
+        return
+    others = [layer.name for layer in layers if layer.role is Role.OTHER]
+    strays = [name for name in others if not {name, name.removeprefix(walk.prefix)} & set(walk.family.other)]
+    if strays:
+        yield f"{len(strays)} projections have no role in this family: {', '.join(strays[:4])}"
+
+
 def training_only_note(layers: Sequence[Layer]) -> str:
-    """What is said of projections that no inference runs."""
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     counted = f"{len(layers)} projections with {weights:,} weights"
     return f"{counted} run in training alone: no plan, cost or export has them"
 
 
-def _output_module(module: nn.Module) -> nn.Module | None:
-    """The output projection, by the contract that every transformers model keeps."""
-    getter = getattr(module, "get_output_embeddings", None)
+def _module_from(module: nn.Module, getter: str) -> nn.Module | None:
+    """The result of a getter that transformers' models have; None where it gives no module."""
     try:
-        found = getter() if getter else None
+        child = getattr(module, getter, lambda: None)()
     except NotImplementedError:
         return None
-    return found if isinstance(found, nn.Module) else None
+    return child if isinstance(child, nn.Module) else None
 
 
 def _map_layers(walk: Walk) -> tuple[Layer, ...]:
-    head = _output_module(walk.module)
-    found: list[tuple[tuple[int, int, int], Layer]] = []
+    head = _module_from(walk.module, "get_output_embeddings")
+    ranked: list[tuple[tuple[int, int, int], Layer]] = []
     anchors: dict[str, int] = {}
     for order, (_, child) in enumerate(walk.module.named_modules()):
         kind = linears.kind_of(child)
@@ -160,9 +166,9 @@ def _map_layers(walk: Walk) -> tuple[Layer, ...]:
         for position, layer in enumerate(split):
             anchor = anchors.setdefault(layer.block or layer.matrix, order)
             rank = position if layer.role is Role.OTHER else list(Role).index(layer.role)
-            found.append(((anchor, _part(layer), rank), layer))
-        _count_layer(walk, child, kind, names[0])
-    return tuple(layer for _, layer in sorted(found, key=lambda entry: entry[0]))
+            ranked.append(((anchor, _part(layer), rank), layer))
+        walk.claim(child, names[0])
+    return tuple(layer for _, layer in sorted(ranked, key=lambda entry: entry[0]))
 
 
 def _roles_of(place: Place | None) -> tuple[tuple[Role, ...], bool]:
@@ -182,15 +188,15 @@ def _part(layer: Layer) -> int:
 
 def _split(
     walk: Walk,
-    child: nn.Module,
+    child: Any,
     *,
     kind: str,
     roles: tuple[Role, ...],
     is_cross: bool,
     place: Place | None,
 ) -> list[Layer]:
-    """One layer for each role that the matrix holds."""
-    num_out, num_in = linears.shape_OI(child, kind)
+    """One layer for each projection that the matrix holds."""
+    num_out, num_in = linears.weight_OI(child, kind).shape
     names = walk.names[id(child)]
     matrix = names[0]
     rows = split_rows(
@@ -202,15 +208,15 @@ def _split(
             where=matrix,
             next_step="check heads and head size in config.json",
         )
-    weight = getattr(child, linears.LINEARS[kind].weight)
-    tied_to = walk.owners.get(id(weight))
+    tied_to = walk.owners.get(id(child.weight))
+    heads_field = place.stack.training_only.get(place.inner) if place else None
     return [
         Layer(
             name=matrix if len(roles) == 1 else f"{matrix}[{role.value.split('_')[-1]}]",
             role=role,
             in_features=num_in,
             out_features=part.total,
-            has_bias=linears.has_bias(child, kind),
+            has_bias=child.bias is not None,
             matrix=matrix,
             rows=part,
             stored_as=kind,
@@ -219,70 +225,42 @@ def _split(
             tied_to=tied_to,
             aliases=tuple(names[1:]),
             calls=calls(walk, place) * len(names),
-            num_heads=_num_heads(walk, place),
+            num_heads=int(walk.config.raw[heads_field]) if heads_field else 1,
         )
         for role, part in zip(roles, rows, strict=True)
     ]
 
 
-def _num_heads(walk: Walk, place: Place | None) -> int:
-    """Into how many heads the output of a latent splits."""
-    key = place.stack.training_only.get(place.inner) if place else None
-    return int(walk.config.raw[key]) if key else 1
-
-
-def _count_layer(walk: Walk, child: nn.Module, kind: str, name: str) -> None:
-    row = linears.LINEARS[kind]
-    for parameter in (getattr(child, row.weight), getattr(child, row.bias, None)):
-        if parameter is not None:
-            walk.owners.setdefault(id(parameter), name)
-
-
 def _map_embeddings(walk: Walk) -> tuple[Embedding, ...]:
-    getter = getattr(walk.module, "get_input_embeddings", None)
-    try:
-        token_table = getter() if getter else None
-    except NotImplementedError:
-        token_table = None
-    found: dict[int, Embedding] = {}
+    token_table = _module_from(walk.module, "get_input_embeddings")
+    tables: dict[int, Embedding] = {}
     for _, child in walk.module.named_modules():
         if not isinstance(child, nn.Embedding):
             continue
         names = walk.names[id(child)]
         key = id(child.weight)
-        if key in found:  # a second module on the same table
-            first = found[key]
-            found[key] = _with_aliases(first, (*first.aliases, *names))
+        if key in tables:  # a second module on the same table
+            aliases = {*tables[key].aliases, *names}
+            tables[key] = replace(tables[key], aliases=tuple(sorted(aliases)))
             continue
-        walk.owners.setdefault(key, names[0])
+        walk.claim(child, names[0])
         relative = names[0].removeprefix(walk.prefix)
-        known = walk.family.embeddings.get(relative) if walk.family else None
+        kind = walk.family.embeddings.get(relative) if walk.family else None
         default = EmbeddingKind.TOKEN if child is token_table else EmbeddingKind.OTHER
-        found[key] = Embedding(
+        tables[key] = Embedding(
             name=names[0],
-            kind=known or default,
+            kind=kind or default,
             num_rows=child.num_embeddings,
             num_columns=child.embedding_dim,
             aliases=tuple(names[1:]),
         )
-    return tuple(found.values())
-
-
-def _with_aliases(entry: Embedding, aliases: tuple[str, ...]) -> Embedding:
-    unique = tuple(sorted(set(aliases)))
-    return Embedding(
-        name=entry.name,
-        kind=entry.kind,
-        num_rows=entry.num_rows,
-        num_columns=entry.num_columns,
-        aliases=unique,
-    )
+    return tuple(tables.values())
 
 
 def _map_norms(walk: Walk) -> tuple[Norm, ...]:
-    head = _output_module(walk.module)
+    head = _module_from(walk.module, "get_output_embeddings")
     head_name = walk.names[id(head)][0] if head is not None else None
-    found: list[Norm] = []
+    norms: list[Norm] = []
     for _, child in walk.module.named_modules():
         names = walk.names[id(child)]
         is_norm = NORM_CLASS.search(type(child).__name__) and not list(child.children())
@@ -290,31 +268,31 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
         if not is_norm or linears.kind_of(child) or not parameters:
             continue
         place = place_of(walk, names[0])
-        for parameter in parameters:
-            walk.owners.setdefault(id(parameter), names[0])
-        found.append(
+        row = norm_row(walk, names[0], place)
+        walk.claim(child, names[0])
+        norms.append(
             Norm(
                 name=names[0],
                 kind=_norm_kind(walk, child),
                 features=parameters[0].numel(),
                 num_parameters=sum(parameter.numel() for parameter in parameters),
                 block=place.block if place else None,
-                feeds=readers(walk, names[0], place, head_name),
-                place=norm_place(walk, names[0], place),
+                feeds=readers(walk, row, place, head_name) if row else (),
+                place=row.place if row else NormPlace.OTHER,
                 epsilon=float(getattr(child, "eps", getattr(child, "variance_epsilon", 1e-5))),
                 aliases=tuple(names[1:]),
                 calls=calls(walk, place) * len(names),
             )
         )
-    return tuple(found)
+    return tuple(norms)
 
 
 def _norm_kind(walk: Walk, child: nn.Module) -> NormKind:
-    """By what it computes; the family's word counts only for a norm that cannot be tried alone."""
-    tried = norm_kind_of(child)
-    if tried is None and walk.family:
+    """The kind that a trial call shows; the family's fact where the norm cannot be called alone."""
+    observed = norm_kind_of(child)
+    if observed is None and walk.family:
         return NormKind(read_fact(walk.family.norm_kind, walk.config.raw))
-    return tried or (NormKind.RMS_NORM if "rms" in type(child).__name__.lower() else NormKind.LAYER_NORM)
+    return observed or (NormKind.RMS_NORM if "rms" in type(child).__name__.lower() else NormKind.LAYER_NORM)
 
 
 def _map_blocks(walk: Walk, layers: tuple[Layer, ...]) -> tuple[Block, ...]:
@@ -324,28 +302,8 @@ def _map_blocks(walk: Walk, layers: tuple[Layer, ...]) -> tuple[Block, ...]:
     for layer in layers:
         if layer.block:
             by_block[layer.block].append(layer)
-    blocks = []
-    for name, members in by_block.items():
-        place = place_of(walk, name)
-        assert place is not None
-        blocks.append(
-            describe_block(
-                walk.module.get_submodule(name),
-                name=name,
-                index=place.index,
-                calls=calls(walk, place),
-                stack=place.stack,
-                family=walk.family,
-                config=walk.config,
-                layers=members,
-            )
-        )
-    return tuple(blocks)
-
-
-def _is_known_other(walk: Walk, layer: Layer) -> bool:
-    assert walk.family is not None
-    return layer.name in walk.family.other or layer.name.removeprefix(walk.prefix) in walk.family.other
+    places = {block: place for block in by_block if (place := place_of(walk, block))}
+    return tuple(describe_block(walk, place, by_block[block]) for block, place in places.items())
 
 
 def _find_unmapped(walk: Walk) -> tuple[UnmappedParameter, ...]:

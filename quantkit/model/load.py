@@ -1,7 +1,12 @@
-"""From what a user types to a model on the meta device: no weights, no code from a checkpoint, no guess.
+"""From a name or a folder to a model on the meta device: no weights, no code from a checkpoint.
 
 A source is the embedded model (`demo`), a local folder, a well-known name whose config ships with
-quantkit, or a Hub name. Remote code never runs unless it was asked for, and pickles are refused.
+quantkit, or a Hub name. Remote code runs only with `trust_remote_code`.
+
+Each `assets/configs/NAME.json` is the published config of a well-known model, cut down to the fields that
+describe its structure and spelled for transformers 4.57, which 5.x reads too. A new name is a new file; Hub
+names of the same structure are listed in ALIASES. An instruct model counts as the same structure even where
+its end-of-text ids differ, since neither shapes nor costs depend on them.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ import json
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -25,19 +30,46 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from quantkit.errors import InputError
 from quantkit.model.architectures.register import OWN_MODELS
 from quantkit.model.config import spelled_for
-from quantkit.model.known import known_config, known_names
 
 DEMO_NAME = "demo"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 TRANSFORMERS_MAJOR = int(transformers.__version__.split(".")[0])
+CONFIGS = resources.files("quantkit") / "assets" / "configs"
+# Hub name, in lower case -> built-in name.
+ALIASES: dict[str, str] = {
+    "albert/albert-base-v2": "albert-base-v2",
+    "distilbert/distilbert-base-uncased": "distilbert-base-uncased",
+    "eleutherai/pythia-160m": "pythia-160m",
+    "eleutherai/pythia-160m-deduped": "pythia-160m",
+    "facebook/opt-125m": "opt-125m",
+    "facebookai/roberta-base": "roberta-base",
+    "google-bert/bert-base-uncased": "bert-base-uncased",
+    "google-t5/t5-small": "t5-small",
+    "google/gemma-2-2b": "gemma-2-2b",
+    "google/gemma-2b": "gemma-2b",
+    "google/gemma-3-1b-it": "gemma-3-1b",
+    "google/gemma-3-1b-pt": "gemma-3-1b",
+    "google/gemma-3-270m": "gemma-3-270m",
+    "google/gemma-3-270m-it": "gemma-3-270m",
+    "meta-llama/llama-2-70b-hf": "llama-2-70b",
+    "meta-llama/llama-2-7b-hf": "llama-2-7b",
+    "meta-llama/llama-3.2-1b": "llama-3.2-1b",
+    "meta-llama/llama-3.2-1b-instruct": "llama-3.2-1b",
+    "microsoft/phi-3-mini-4k-instruct": "phi-3-mini",
+    "mistralai/mistral-7b-v0.1": "mistral-7b",
+    "openai-community/gpt2": "gpt2",
+    "openai-community/gpt2-large": "gpt2-large",
+    "openai-community/gpt2-medium": "gpt2-medium",
+    "openai-community/gpt2-xl": "gpt2-xl",
+    "qwen/qwen2.5-0.5b": "qwen2.5-0.5b",
+    "qwen/qwen3-0.6b": "qwen3-0.6b",
+}
 _transformers_logging: Any = transformers.logging
-_transformers_logging.set_verbosity_error()  # its advice to users of transformers would only confuse ours
+_transformers_logging.set_verbosity_error()  # advice to users of transformers does not apply here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model before anything is built."""
-
     name: str
     kind: Literal["demo", "folder", "known", "hub"]
     config: Mapping[str, Any]
@@ -46,8 +78,9 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def open_source(name: str, *, trust_remote_code: bool = False) -> Source:
-    """Find what the user named; a local folder goes before a well-known name, and that before the Hub."""
+def open_source(name: str | Path, *, trust_remote_code: bool = False) -> Source:
+    """The source behind a name; a local folder goes before a well-known name, and that before the Hub."""
+    name = str(name)
     if name == DEMO_NAME:
         folder = Path(str(resources.files("quantkit") / "assets" / "demo"))
         return Source(name=name, kind="demo", config=_read_config(folder), folder=folder)
@@ -55,12 +88,9 @@ def open_source(name: str, *, trust_remote_code: bool = False) -> Source:
     if path.is_file():
         path = path.parent
     if path.is_dir():
-        return _check_remote_code(
-            Source(name=path.resolve().name, kind="folder", config=_read_config(path), folder=path),
-            trust_remote_code,
-        )
-    config = known_config(name)
-    if config is not None:
+        source = Source(name=path.resolve().name, kind="folder", config=_read_config(path), folder=path)
+        return _check_remote_code(source, trust_remote_code)
+    if (config := known_config(name)) is not None:
         return Source(name=name, kind="known", config=config, folder=None)
     if not HUB_NAME.match(name):
         raise InputError(
@@ -69,9 +99,27 @@ def open_source(name: str, *, trust_remote_code: bool = False) -> Source:
             allowed="a folder with config.json, 'demo', a well-known name, or a Hub name",
             next_step="check the path",
         )
-    folder = _fetch_config(name)
-    source = Source(name=name, kind="hub", config=_read_config(folder), folder=None)
+    source = Source(name=name, kind="hub", config=_read_config(_fetch_config(name)), folder=None)
     return _check_remote_code(source, trust_remote_code)
+
+
+def known_names() -> tuple[str, ...]:
+    """The built-in names, sorted: one per config file."""
+    files = (Path(entry.name) for entry in CONFIGS.iterdir())
+    return tuple(sorted(file.stem for file in files if file.suffix == ".json"))
+
+
+def known_config(name: str) -> dict[str, Any] | None:
+    """The config behind a built-in or a Hub name, in any case; None for a name that is neither.
+
+    Every call reads the file again, so that a caller may change the returned dict.
+    """
+    lowered = name.lower()
+    built_in = ALIASES.get(lowered, lowered)
+    if built_in not in known_names():  # also keeps a path such as "../x" from reaching the file system
+        return None
+    config: dict[str, Any] = json.loads((CONFIGS / f"{built_in}.json").read_text(encoding="utf-8"))
+    return config
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -100,32 +148,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_remote_code(source: Source, trust_remote_code: bool) -> Source:
-    """Refuse code that ships with a checkpoint, unless asked for or not needed."""
+    """Refuse the code of a checkpoint, unless it is trusted or transformers has a class of its own."""
     if "auto_map" not in source.config:
         return source
     model_type = source.config["model_type"]
     if trust_remote_code:
         note = "remote code was used, as --trust-remote-code asks"
-        return _replace(source, uses_remote_code=True, notes=(*source.notes, note))
+        return replace(source, uses_remote_code=True, notes=(note,))
     if model_type in CONFIG_MAPPING:
         note = "the checkpoint brings code of its own; it was refused, transformers' own class was used"
-        return _replace(source, notes=(*source.notes, note))
+        return replace(source, notes=(note,))
     raise InputError(
         f"the model type '{model_type}' needs code that ships with the checkpoint, and that is not run",
         where=source.name,
         allowed="model types that transformers knows",
         next_step="read that code, then pass --trust-remote-code; it will be recorded",
-    )
-
-
-def _replace(source: Source, *, uses_remote_code: bool = False, notes: tuple[str, ...]) -> Source:
-    return Source(
-        name=source.name,
-        kind=source.kind,
-        config=source.config,
-        folder=source.folder,
-        uses_remote_code=uses_remote_code,
-        notes=notes,
     )
 
 
@@ -135,7 +172,7 @@ def _fetch_config(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        # Without a network the library would retry aloud for half a minute; the cache answers at once.
+        # Without a network the library retries for half a minute; its cache answers at once.
         offline = not hub_is_reachable(constants.ENDPOINT)
         return Path(hf_hub_download(name, "config.json", local_files_only=offline)).parent
     except (OSError, ValueError, HfHubHTTPError) as error:
@@ -151,7 +188,7 @@ def _fetch_config(name: str) -> Path:
 
 
 def hub_is_reachable(endpoint: str) -> bool:
-    """Whether a connection can be tried at all; behind a proxy only the request itself can tell."""
+    """Whether a connection can be opened; assumed behind a proxy."""
     address = urlsplit(endpoint)
     if getproxies().get(address.scheme):
         return True
@@ -164,7 +201,7 @@ def hub_is_reachable(endpoint: str) -> bool:
 
 
 def build_on_meta(source: Source) -> nn.Module:
-    """The model's modules with shapes and no storage; a 70B model takes seconds and no memory."""
+    """The modules with shapes and without storage; a 70B model takes seconds and no memory."""
     config = make_config(source)
     try:
         with torch.device("meta"):
@@ -180,7 +217,6 @@ def build_on_meta(source: Source) -> nn.Module:
 
 
 def make_config(source: Source) -> Any:
-    """The config object of the source, as transformers builds it."""
     model_type = source.config["model_type"]
     if source.uses_remote_code:
         location = str(source.folder) if source.folder else source.name
@@ -210,24 +246,26 @@ def make_config(source: Source) -> Any:
 
 def model_class(architecture: str) -> Any:
     """The class of a model by its name: one of quantkit's own, or one that transformers exports."""
-    found = OWN_MODELS.get(architecture) or getattr(transformers, architecture, None)
-    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    named = OWN_MODELS.get(architecture) or getattr(transformers, architecture, None)
+    return named if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel) else None
+
+
+def named_class(source: Source) -> Any:
+    """The first known class that the config's `architectures` names, or None."""
+    classes = (model_class(str(name)) for name in source.config.get("architectures") or ())
+    return next((cls for cls in classes if cls is not None), None)
 
 
 def make_model(source: Source, config: Any) -> nn.Module:
     """The class that the config names, else the first auto class that fits."""
-    if not source.uses_remote_code:
-        for architecture in source.config.get("architectures") or ():
-            found = model_class(str(architecture))
-            if found is not None:
-                return found._from_config(config)  # type: ignore[no-any-return]
+    if not source.uses_remote_code and (cls := named_class(source)) is not None:
+        return cls._from_config(config)  # type: ignore[no-any-return]
     auto_classes: tuple[Any, ...] = (
         transformers.AutoModelForCausalLM,
         transformers.AutoModelForMaskedLM,
         transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModel,
     )
-    for auto_class in auto_classes[:-1]:
+    for auto_class in auto_classes:
         try:
             model: nn.Module = auto_class.from_config(config, trust_remote_code=source.uses_remote_code)
         except ValueError as error:
@@ -235,5 +273,5 @@ def make_model(source: Source, config: Any) -> nn.Module:
                 raise
         else:
             return model
-    fallback: nn.Module = auto_classes[-1].from_config(config, trust_remote_code=source.uses_remote_code)
-    return fallback
+    last_class: Any = transformers.AutoModel
+    return last_class.from_config(config, trust_remote_code=source.uses_remote_code)  # type: ignore[no-any-return]

@@ -1,8 +1,7 @@
-"""The records that flow through quantkit: frozen, JSON-serialisable, free of torch and of any model.
+"""The records of a model's structure: frozen, JSON-serialisable, free of torch.
 
-One way: a `ModelMap` says what a model is made of, a `Plan` what is done to each projection. Every
-weight is spoken of as [out, in], however a checkpoint stores it; one *logical projection* (the query
-of a fused QKV matrix, say) is one `Layer`, so that no count depends on how a checkpoint fuses them.
+Every weight is described as [out, in], in either storage order. One logical projection (the query of a fused
+QKV matrix, for example) is one `Layer`, so that no count depends on the fusion of a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 
 
 class Role(StrEnum):
-    """What a projection does in its block."""
-
     ATTENTION_QUERY = "attention_query"
     ATTENTION_KEY = "attention_key"
     ATTENTION_VALUE = "attention_value"
@@ -30,7 +27,7 @@ class Role(StrEnum):
 ATTENTION_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT)
 FFN_ROLES = (Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN, Role.FFN_LATENT)
 
-# What attention and an FFN's middle give varies in size from token to token; what a norm gives does not.
+# Projections whose inputs are no norm's output, so that their magnitude varies from token to token.
 READ_NO_NORM = (Role.ATTENTION_OUT, Role.FFN_DOWN)
 
 
@@ -67,10 +64,11 @@ class NormPlacement(StrEnum):
 
 
 class NormPlace(StrEnum):
-    """Where a norm stands in the flow, which a fused graph must know."""
+    """Place of a norm in the data flow."""
 
     BEFORE_ATTENTION = "before_attention"
     AFTER_ATTENTION = "after_attention"
+    BEFORE_CROSS_ATTENTION = "before_cross_attention"
     BEFORE_FFN = "before_ffn"
     AFTER_FFN = "after_ffn"
     QUERY = "query"
@@ -88,7 +86,7 @@ class Residual(StrEnum):
 
 
 class PositionKind(StrEnum):
-    """How a model knows where a token stands."""
+    """Position encoding."""
 
     LEARNED = "learned"
     ROPE = "rope"
@@ -98,8 +96,6 @@ class PositionKind(StrEnum):
 
 
 class EmbeddingKind(StrEnum):
-    """What an embedding table is indexed by."""
-
     TOKEN = "token"
     POSITION = "position"
     TOKEN_TYPE = "token_type"
@@ -120,7 +116,6 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """How many rows the projection has."""
         return self.length * self.count
 
 
@@ -135,36 +130,34 @@ class Layer:
     has_bias: bool
     matrix: str  # the module that stores it; several layers share one when a checkpoint fuses them
     rows: Rows  # where in that matrix
-    stored_as: str  # the row of the linears table, which alone knows [in, out] from [out, in]
+    stored_as: str  # the row of LINEARS, which has the storage order
     block: str | None = None  # the block's name, None outside of blocks
     is_cross_attention: bool = False
     tied_to: str | None = None  # the embedding whose table this projection reuses
     aliases: tuple[str, ...] = ()  # other names of the same module object
-    calls: int = 1  # how often one forward pass runs it; 0: training alone does
-    num_heads: int = 1  # of a latent: what its output splits into
+    calls: int = 1  # in one forward pass; 0: only training runs it
+    num_heads: int = 1  # of a latent projection: heads of its output
     num_groups: int = 1  # blocks on the diagonal, all other weights being zero: as many as heads, or 1
 
     @property
     def is_fused(self) -> bool:
-        """Whether other projections live in the same matrix."""
+        """Whether the matrix holds other projections too."""
         return self.name != self.matrix
 
     @property
     def num_weights(self) -> int:
-        """Weights without bias, and without those that are zero by construction."""
+        """Weights without the bias and without zeros by construction."""
         return self.in_features * self.out_features // self.num_groups
 
     @property
     def num_new_parameters(self) -> int:
-        """Parameters that no other entry of the map already counts."""
+        """Parameters that no other entry of the map counts."""
         bias = self.out_features if self.has_bias else 0
         return bias + (0 if self.tied_to else self.num_weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Embedding:
-    """One lookup table."""
-
     name: str
     kind: EmbeddingKind
     num_rows: int
@@ -174,13 +167,13 @@ class Embedding:
 
     @property
     def num_new_parameters(self) -> int:
-        """Parameters that no other entry of the map already counts."""
+        """Parameters that no other entry of the map counts."""
         return 0 if self.tied_to else self.num_rows * self.num_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """One normalisation and the modules that read it (none: a residual sum or another norm does)."""
+    """One norm and the modules that read it (none: a residual sum or another norm reads it)."""
 
     name: str
     kind: NormKind
@@ -196,8 +189,6 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """One attention of a block."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -215,15 +206,13 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """The FFN of a block."""
-
     kind: FfnKind
     activation: Activation
     hidden_features: int
 
     @property
     def display_name(self) -> str:
-        """The name that papers use: SwiGLU, GeGLU, ReGLU, or the plain activation."""
+        """The name in papers: SwiGLU, GeGLU, ReGLU, or the plain activation."""
         gated = {
             Activation.SILU: "SwiGLU",
             Activation.GELU: "GeGLU",
@@ -241,7 +230,7 @@ class FeedForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One transformer block as stored; a block that many depths share is one record with `calls` > 1."""
+    """One stored transformer block; a block shared by several depths is one record with `calls` > 1."""
 
     name: str
     stack: str  # "decoder" or "encoder"
@@ -256,7 +245,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class UnmappedParameter:
-    """A parameter that is no projection, table, norm or bias that quantkit knows; it stays as it is."""
+    """A parameter outside of all known projections, tables, norms and biases; it stays as it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -264,7 +253,7 @@ class UnmappedParameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelMap:
-    """Everything that later stages need to know of a model, read without touching a weight."""
+    """The structure of a model, read without touching a weight."""
 
     name: str
     model_type: str
@@ -277,7 +266,7 @@ class ModelMap:
     is_encoder_decoder: bool
     has_tied_head: bool
     embedding_scale: float | None  # Gemma multiplies its embeddings by sqrt(hidden)
-    head_scale: float | None  # T5 divides what a tied head reads by sqrt(hidden)
+    head_scale: float | None  # T5 divides the input of a tied head by sqrt(hidden)
     final_softcap: float | None
     layers: tuple[Layer, ...]
     embeddings: tuple[Embedding, ...]
@@ -291,19 +280,18 @@ class ModelMap:
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The stored matrices, each once, in the order of the walk."""
+        """The names of the stored matrices, in the order of the layers."""
         return tuple(dict.fromkeys(layer.matrix for layer in self.layers))
 
     @property
     def at_inference(self) -> ModelMap:
-        """The map without the projections that training alone runs."""
+        """The map without the projections that only training runs."""
         kept = tuple(layer for layer in self.layers if layer.calls)
         fewer = sum(layer.num_new_parameters for layer in self.layers if not layer.calls)
         return dataclasses.replace(self, num_parameters=self.num_parameters - fewer, layers=kept)
 
 
 def to_json(record: Any) -> Any:
-    """A record as plain JSON values, field by field."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         return {field.name: to_json(getattr(record, field.name)) for field in dataclasses.fields(record)}
     if isinstance(record, StrEnum):

@@ -1,7 +1,7 @@
-"""Where a module stands in its model, and who reads whom: names resolved against a family's facts.
+"""Module names: full names from the relative ones of a family's row, and places in blocks from full names.
 
-A family's row speaks in relative names; this is the only place that turns them into full ones and back,
-whatever prefix a model with a head puts before them and whatever a newer transformers renamed.
+A model with a head puts a prefix before the names of its base model, and newer versions of transformers
+rename modules; no other file resolves either.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quantkit.model.config import ModelConfig
-from quantkit.model.families.schema import CROSS, HEAD, LAST, Family, Stack, read_fact
-from quantkit.model.model_map import FFN_ROLES, NormPlace, NormPlacement, Role
+from quantkit.model.families import family_of
+from quantkit.model.families.schema import Family, NormRow, Stack, read_fact
+from quantkit.model.model_map import Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a module stands: its stack and block, and its name inside of the block."""
+    """A module's stack, block and name inside of the block."""
 
     stack: Stack
     block: str
@@ -30,7 +31,7 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Walk:
-    """What the walk knows while it runs."""
+    """State of one walk over a model."""
 
     module: nn.Module
     config: ModelConfig
@@ -39,9 +40,14 @@ class Walk:
     names: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     owners: dict[int, str] = field(default_factory=dict)  # parameter -> the entry that counts it
 
+    def claim(self, module: nn.Module, name: str) -> None:
+        """Count a module's parameters under this name, unless another entry counts them."""
+        for parameter in module.parameters(recurse=False):
+            self.owners.setdefault(id(parameter), name)
+
 
 def find_prefix(module: nn.Module, family: Family | None) -> str:
-    """What stands before the base model's names: nothing, or the attribute that holds the base model."""
+    """The prefix of the base model's names: empty, or the attribute that holds the base model."""
     if family is None:
         return ""
     anchor = family.stacks[0].path.split(".*")[0]
@@ -56,11 +62,19 @@ def find_prefix(module: nn.Module, family: Family | None) -> str:
 
 
 def checkpoint_name(path: str, family: Family | None) -> str:
-    """The name as checkpoints spell it, which does not change with the transformers version."""
+    """A module's name in checkpoints, which is independent of the transformers version."""
     for newer, stored in (family.names if family else {}).items():
         if path == newer or path.startswith(f"{newer}."):
             return stored + path[len(newer) :]
     return path
+
+
+def modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by their checkpoint names, a shared module under each of its names."""
+    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    return {
+        checkpoint_name(path, family): child for path, child in module.named_modules(remove_duplicate=False)
+    }
 
 
 def place_of(walk: Walk, name: str) -> Place | None:
@@ -70,9 +84,9 @@ def place_of(walk: Walk, name: str) -> Place | None:
     relative = name[len(walk.prefix) :]
     for stack in walk.family.stacks:
         pattern = re.escape(stack.path).replace(r"\*", r"(\d+)")
-        found = re.match(rf"({pattern})(?:\.(.+))?$", relative)
-        if found:
-            block, *numbers, inner = found.groups()
+        match = re.match(rf"({pattern})(?:\.(.+))?$", relative)
+        if match:
+            block, *numbers, inner = match.groups()
             indices = tuple(int(number) for number in numbers)
             index = indices[-1] + sum(indices[:-1]) * int(walk.config.raw.get("inner_group_num", 1))
             return Place(
@@ -82,7 +96,7 @@ def place_of(walk: Walk, name: str) -> Place | None:
 
 
 def calls(walk: Walk, place: Place | None) -> int:
-    """How often one forward pass runs what stands here; never, what training alone runs."""
+    """Calls of a module in one forward pass at inference."""
     if place is not None and place.inner in place.stack.training_only:
         return 0
     if place is None or place.stack.calls is None:
@@ -91,72 +105,34 @@ def calls(walk: Walk, place: Place | None) -> int:
     return max(1, total // shared_by)
 
 
-def readers(walk: Walk, name: str, place: Place | None, head_name: str | None) -> tuple[str, ...]:
-    """Full names of the modules that read a norm's output directly, as far as they exist."""
+def norm_row(walk: Walk, name: str, place: Place | None) -> NormRow | None:
+    """The family's row for a norm, or None."""
     if walk.family is None:
-        return ()
+        return None
     if place is not None:
-        readers = read_fact(place.stack.norms, walk.config.raw).get(place.inner, ())
-        following = _blocks_after(walk, place)
-    else:
-        outer = walk.family.outer_norms
-        relative = name.removeprefix(walk.prefix)
-        readers = outer.get(relative, outer.get(name, ()))
-        following = list(_blocks_of(walk, walk.family.stacks[0]).values())[:1]
-    existing = {known: names[0] for names in walk.names.values() for known in names}
-    resolved: list[str] = []
-    for reader in readers:
-        if reader == CROSS:
-            resolved.extend(_cross_readers(walk))
-        elif reader == HEAD or (reader == LAST and not following):
-            resolved.extend([head_name] if head_name else [])
-        elif reader.startswith(">"):
-            resolved.extend(f"{block}.{reader[1:]}" for block in following)
-        else:
-            resolved.append(f"{place.block}.{reader}" if place else walk.prefix + reader)
+        row: NormRow | None = read_fact(place.stack.norms, walk.config.raw).get(place.inner)
+        return row
+    return walk.family.outer_norms.get(name.removeprefix(walk.prefix), walk.family.outer_norms.get(name))
+
+
+def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None) -> tuple[str, ...]:
+    """Full names of the existing modules that read a norm's output directly."""
+    assert walk.family is not None
+    base = f"{place.block}." if place else walk.prefix
+    following = _blocks_after(walk, place) if place else _first_block(walk, walk.family.stacks[0])
+    full_names = [base + reader for reader in row.feeds]
+    full_names += [f"{block}.{reader}" for reader in row.feeds_next_block for block in following]
+    if row.feeds_cross_attention:
+        full_names += _cross_readers(walk)
+    if row.feeds_head and head_name and not (place and following):
+        full_names.append(head_name)
+    first_names = {alias: names[0] for names in walk.names.values() for alias in names}
     # A module that several blocks share is read under its first name by all of them.
-    return tuple(existing[reader] for reader in resolved if reader in existing)
-
-
-def norm_place(walk: Walk, name: str, place: Place | None) -> NormPlace:
-    """Where a norm stands, from what the family says that it feeds."""
-    if walk.family is None:
-        return NormPlace.OTHER
-    if place is None:
-        outer = walk.family.outer_norms
-        fed = outer.get(name.removeprefix(walk.prefix), outer.get(name, ()))
-        return NormPlace.FINAL if HEAD in fed else NormPlace.EMBEDDING
-    if place.inner in place.stack.query_key_norms:
-        return (NormPlace.QUERY, NormPlace.KEY)[place.stack.query_key_norms.index(place.inner)]
-    return _place_in_block(walk, place, walk.family)
-
-
-def _place_in_block(walk: Walk, place: Place, family: Family) -> NormPlace:
-    norms = read_fact(place.stack.norms, walk.config.raw)
-    names = list(norms)
-    if place.inner not in norms:
-        return NormPlace.OTHER
-    if not norms[place.inner]:  # a norm on a sublayer's output: it follows that sublayer's own
-        before = _fed_part(place.stack, norms[names[names.index(place.inner) - 1]])
-        return NormPlace.AFTER_ATTENTION if before is NormPlace.BEFORE_ATTENTION else NormPlace.AFTER_FFN
-    part = _fed_part(place.stack, norms[place.inner])
-    is_post = read_fact(family.placement, walk.config.raw) is NormPlacement.POST
-    # A post-norm that the next block reads follows the FFN, or attention where the block has nothing else.
-    is_alone = len(names) == 1 and part is NormPlace.AFTER_FFN
-    return NormPlace.AFTER_ATTENTION if is_post and (is_alone or part is NormPlace.BEFORE_FFN) else part
-
-
-def _fed_part(stack: Stack, fed: tuple[str, ...]) -> NormPlace:
-    if any(reader.startswith(">") for reader in fed):
-        return NormPlace.AFTER_FFN
-    roles = {role for reader in fed for role in stack.projections.get(reader, ())}
-    if Role.ATTENTION_QUERY in roles:
-        return NormPlace.BEFORE_ATTENTION
-    return NormPlace.BEFORE_FFN if roles & set(FFN_ROLES) else NormPlace.OTHER
+    return tuple(first_names[reader] for reader in full_names if reader in first_names)
 
 
 def _cross_readers(walk: Walk) -> list[str]:
-    """The modules that read the encoder's last norm: keys and values of every cross attention."""
+    """Keys and values of every cross attention."""
     readers = (Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
     return [
         names[0]
@@ -172,8 +148,12 @@ def _blocks_of(walk: Walk, stack: Stack) -> dict[tuple[int, ...], str]:
     return {place.indices: place.block for place in places if place and place.stack is stack}
 
 
+def _first_block(walk: Walk, stack: Stack) -> list[str]:
+    return list(_blocks_of(walk, stack).values())[:1]
+
+
 def _blocks_after(walk: Walk, place: Place) -> list[str]:
-    """The blocks that may run next: two, where a shared group ends by starting again or handing on."""
+    """The blocks that may run next: two at the end of a shared group, which repeats or ends."""
     blocks = _blocks_of(walk, place.stack)
     *outer, last = place.indices
     if (*outer, last + 1) in blocks:

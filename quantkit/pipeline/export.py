@@ -31,10 +31,10 @@ from quantkit.export.traced.lower import lower
 from quantkit.export.traced.trace import trace
 from quantkit.export.traffic import Traffic, to_metadata, traffic_of
 from quantkit.export.written import held_bytes
+from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, tokenizer_files
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap, to_json
-from quantkit.model.weights.open import config_for_artifact, make_fast_tokenizer, tokenizer_files
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.plan.formats import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.plan.plan import Plan

@@ -77,12 +77,8 @@ def inspect(
     'max(768, 768) = 768 >= 768'
     """
     from quantkit.model.inspect import inspect as map_model
-    from quantkit.model.inspect import map_module
 
-    if isinstance(model, (str, Path)):
-        model_map = map_model(str(model), trust_remote_code=trust_remote_code)
-    else:
-        model_map = map_module(model, name=type(model).__name__)
+    model_map = map_model(model, trust_remote_code=trust_remote_code)
     plan = choose(model_map, min_dim=min_dim, include=include, exclude=exclude)
     return Inspection(model_map=model_map, plan=plan)
 

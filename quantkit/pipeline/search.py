@@ -25,7 +25,7 @@ from quantkit.evaluation.measurements import Accuracy
 from quantkit.evaluation.models import open_measured
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.model.model_map import ModelMap, Role
-from quantkit.model.weights.open import reference_logits
+from quantkit.model.reference import reference_logits
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.calibration_text import Tokens, calibration_windows, held_back
 from quantkit.pipeline.export import kind_of

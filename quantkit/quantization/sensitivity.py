@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import family_of
 from quantkit.model.linears import weight_OI
 from quantkit.model.model_map import ModelMap, Role
-from quantkit.model.names import checkpoint_name
+from quantkit.model.names import modules_by_name
 from quantkit.plan.formats import FLOAT, Format, format_for
 from quantkit.quantization.grid import decode_all
 from quantkit.quantization.layout import Pack
@@ -61,10 +60,7 @@ def measure_sensitivity(
     """Every unit in every format by itself; "float" loses nothing. Costs are left at 0 for others to fill."""
     digest = hashlib.sha256(json.dumps([VERSION, key, fit, hash_of(tokens_BT)]).encode()).hexdigest()
     known = _read(cache, digest)
-    row = family_of(model_map.model_type)
-    modules = {
-        checkpoint_name(path, row[1] if row else None): child for path, child in module.named_modules()
-    }
+    modules = modules_by_name(module)
     references: list[Tensor] = []
     found = []
     for unit in units:

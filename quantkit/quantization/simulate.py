@@ -26,14 +26,11 @@ SMALLEST_PEAK = 1e-20
 
 def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
     """Put the checkpoint's values into a torch model of the same architecture, in place."""
-    from quantkit.model.families.decoders import family_of
     from quantkit.model.linears import weight_OI
-    from quantkit.model.names import checkpoint_name
+    from quantkit.model.names import modules_by_name
 
     described = checkpoint.description
-    row = family_of(described["model_type"])
-    family = row[1] if row else None
-    parents = {checkpoint_name(path, family): child for path, child in module.named_modules()}
+    parents: dict[str, Any] = dict(modules_by_name(module))
     tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
     for pack in described["packs"]:
         values = None if pack["table"] else torch.from_numpy(pack_values(checkpoint, pack))

@@ -14,7 +14,7 @@ import torch
 from exporting import build_tiny, export
 
 from quantkit.export.genai import CONFIG_FILE, MODEL_TYPES
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.generate import generate
 

@@ -8,7 +8,7 @@ import torch
 from calibrating import check, everything, inputs_of
 from exporting import build_tiny
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.calibration import collect
 

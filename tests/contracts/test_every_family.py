@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tracing import Event, Trace, build_tiny, linears_of, roles_by_flow, run
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.model.model_map import ATTENTION_ROLES, ModelMap, Norm, PositionKind, Role
 

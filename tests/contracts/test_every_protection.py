@@ -14,7 +14,7 @@ from exporting import DECODERS, build_tiny, decoder_cases, error
 from protecting import ALL, orderless, split, split_run, whole_run
 
 from quantkit.export.fused.split import read_blocks
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.model_map import Role
 from quantkit.model.weights.torch_model import torch_model

@@ -22,7 +22,7 @@ from stepping import one_by_one
 from quantkit.errors import InputError
 from quantkit.export.fused.decoder import why_not
 from quantkit.model.architectures.reference import ReferenceConfig, ReferenceForCausalLM
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect, map_module
 from quantkit.model.load import build_on_meta, open_source
 from quantkit.model.model_map import Role

@@ -13,7 +13,7 @@ import yaml
 from exporting import build_tiny
 from test_quantize import quantkit as run_here
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.quantization.checkpoint import open_checkpoint
 
 FEW = ("--calibration-windows", "4", "--calibration-length", "128")

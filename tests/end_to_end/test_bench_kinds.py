@@ -13,7 +13,7 @@ from exporting import build_tiny
 from test_quantize import quantkit
 
 from quantkit.export.traced.trace import why_not_trace
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 
 DEMO = Path(str(resources.files("quantkit") / "assets" / "demo"))

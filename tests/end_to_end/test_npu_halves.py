@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_quantize import quantkit
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.plan.formats import BITS_IN_HALVES, LARGEST_IN_HALVES, Grid
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.grid import decode, encode, from_halves, halves_of, range_of

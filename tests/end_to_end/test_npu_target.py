@@ -20,7 +20,7 @@ import quantkit as package
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
 from quantkit.export.static.shared_weights import with_all_logits
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.plan.select import choose
 from quantkit.plan.targets import TARGETS

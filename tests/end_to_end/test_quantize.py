@@ -27,7 +27,7 @@ from test_cli import quantkit as quantkit_alone
 
 from quantkit import cli
 from quantkit.export.traced.trace import why_not_trace
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.decoder import open_decoder
 
 NEVER = ("--no-eval", "--min-dim", "1")

@@ -16,7 +16,7 @@ from test_quantize import quantkit as run_quantkit
 
 from quantkit.evaluation.text import read_text
 from quantkit.export.traced.trace import why_not_trace
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.recipe import Measure
 from quantkit.runtime.tokenizer import open_text
 

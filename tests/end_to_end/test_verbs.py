@@ -12,7 +12,7 @@ from test_quantize import quantkit, refused
 
 from quantkit.evaluation.artifact import open_artifact
 from quantkit.evaluation.benchmark import benchmark
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.progress import Progress
 
 

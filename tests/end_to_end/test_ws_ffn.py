@@ -13,9 +13,9 @@ import pytest
 import torch
 from test_quantize import quantkit, refused
 
-from quantkit.model.architectures.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
+from quantkit.model.architectures.ws_ffn import WsFfnConfig, WsFfnForCausalLM
+from quantkit.model.companions import tokenizer_files
 from quantkit.model.load import open_source
-from quantkit.model.weights.open import tokenizer_files
 from quantkit.runtime.decoder import positions_of
 from quantkit.runtime.tokenizer import open_text
 

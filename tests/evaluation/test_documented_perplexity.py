@@ -12,7 +12,7 @@ import transformers
 
 from quantkit.evaluation.accuracy import measure_perplexity
 from quantkit.model.load import open_source
-from quantkit.model.weights.open import reference_logits
+from quantkit.model.reference import reference_logits
 from quantkit.runtime.tokenizer import open_text
 
 NUM_TOKENS = 1500  # not a whole number of windows: the last one is short

@@ -12,7 +12,7 @@ from exporting import build_tiny, decoder_cases, export
 
 from quantkit.evaluation.models import bytes_per_token
 from quantkit.export.traffic import Traffic, from_metadata, to_metadata
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.static_decoder import StaticDecoder
 

@@ -24,7 +24,7 @@ import torch
 from exporting import build_tiny
 
 from quantkit import cli
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 
 KEPT = Path(__file__).parent / "artifacts.json"
 RECIPES = Path(__file__).parents[2] / "recipes"

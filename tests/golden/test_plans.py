@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.model.inspect import inspect
-from quantkit.model.known import known_names
+from quantkit.model.load import known_names
 from quantkit.model.model_map import to_json
 from quantkit.plan.select import choose
 

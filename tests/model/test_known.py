@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from quantkit.model.known import ALIASES, known_config, known_names
+from quantkit.model.load import ALIASES, known_config, known_names
 
 # Parameters as published with the weights, a tied table counted once: each model's card or safetensors
 # header. Three encoders are derived from their papers' dimensions, since their files also hold a pooler:

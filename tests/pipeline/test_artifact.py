@@ -13,7 +13,7 @@ from exporting import build_tiny, error
 
 import quantkit
 from quantkit.evaluation.measurements import Accuracy
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.recipe import Measure, Recipe
 
 pytestmark = pytest.mark.once

@@ -8,7 +8,7 @@ from exporting import build_tiny
 from protecting import ALL, split
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights

@@ -17,7 +17,7 @@ from exporting import build_tiny, decoder_cases
 from onnx import numpy_helper
 from protecting import ALL, split
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.model_map import NormPlace, Role
 from quantkit.private.client.model import open_client

@@ -14,7 +14,7 @@ import pytest
 from exporting import build_tiny
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights

@@ -17,7 +17,7 @@ from exporting import build_tiny
 
 from quantkit.cli.protect import protect
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipe import check_recipe
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.model.load import model_class
 from quantkit.model.model_map import Role

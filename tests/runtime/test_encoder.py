@@ -11,7 +11,7 @@ from exporting import NOTHING, build_tiny, error
 from quantkit.errors import InputError
 from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.graph import save
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.encoder import encode, open_encoder
 
 IDS = np.random.default_rng(0).integers(3, 60, (2, 12))

@@ -17,7 +17,7 @@ from exporting import NOTHING, build_tiny, error, export
 
 from quantkit.errors import InputError
 from quantkit.export.traced.trace import why_not_trace
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.pipeline.export import WEIGHTS_FILE
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.simulate import fake_quantize

@@ -18,7 +18,7 @@ from typing import Any
 from quantkit.errors import InputError
 from quantkit.export.traced.trace_parts import trace_parts
 from quantkit.model.load import open_source
-from quantkit.model.weights.open import original
+from quantkit.model.reference import reference_model
 
 OPSET = 18  # the newest that the tracing exporter writes without converting
 TASKS: dict[str, str] = {  # how a class name ends -> what optimum calls its task
@@ -43,7 +43,7 @@ def trace(
     """Trace the model that lies in `folder`; the files, with their cache where it generates text."""
     if architecture in OWN_ENCODER_DECODERS:
         with _quiet():
-            return trace_parts(original(open_source(str(folder))), out_dir, opset=OPSET)
+            return trace_parts(reference_model(open_source(str(folder))), out_dir, opset=OPSET)
     task = _supported_task(folder, model_type, architecture)
     with _quiet():
         from optimum.exporters.onnx import main_export

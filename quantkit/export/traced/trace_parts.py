@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.model.weights.open import new_cache
+from quantkit.model.reference import new_cache
 
 BATCH, LENGTH, ANSWER, PAST = 2, 5, 3, 4  # of the example that is traced; every size but the last two is free
 DECODER, ENCODER = "decoder", "encoder"

@@ -1,4 +1,4 @@
-"""A map in which the latent projections run, for who wants them beside the logits.
+"""A map in which the latent projections run, so that an export has them as outputs beside the logits.
 
 Whether a weight still is block-diagonal, as it started, is read from the weight itself, layer by layer: a
 single value off the diagonal and it is dense.
@@ -17,7 +17,7 @@ from quantkit.model.weights.tensors import TensorSource
 
 
 def keep_latents(model_map: ModelMap, weights: TensorSource) -> ModelMap:
-    """The same model with its latents as something that inference runs."""
+    """The map with its latent projections among those that inference runs."""
     latents = [layer for layer in model_map.layers if layer.role is Role.FFN_LATENT]
     if not latents:
         raise InputError(
@@ -34,19 +34,19 @@ def keep_latents(model_map: ModelMap, weights: TensorSource) -> ModelMap:
     parts = {f"{diagonal} block-diagonal, with {heads} times fewer weights": diagonal}
     parts[f"{len(kept) - diagonal} dense{left}"] = len(kept) - diagonal
     words = " and ".join(part for part, number in parts.items() if number)
-    note = f"latents of {heads} heads are kept as outputs: {words}"
-    zeros = sum(each.num_weights for each in latents) - sum(each.num_weights for each in kept.values())
-    others = tuple(each for each in model_map.notes if each != training_only_note(latents))
+    latent_note = f"latents of {heads} heads are kept as outputs: {words}"
+    zeros = sum(layer.num_weights for layer in latents) - sum(layer.num_weights for layer in kept.values())
+    others = tuple(note for note in model_map.notes if note != training_only_note(latents))
     return replace(
         model_map,
         num_parameters=model_map.num_parameters - zeros,
         layers=tuple(kept.get(layer.name, layer) for layer in model_map.layers),
-        notes=(*others, note),
+        notes=(*others, latent_note),
     )
 
 
 def num_groups_of(layer: Layer, weights: TensorSource) -> int:
-    """As many as heads, where every weight from one head's inputs to another's outputs is exactly zero."""
+    """The number of heads if the weight is block-diagonal over them, else 1."""
     width = layer.in_features // layer.num_heads
     for start in range(0, layer.in_features, width):
         rows = weights.read(f"{layer.matrix}.weight", start, width)

@@ -1,9 +1,9 @@
 """One wide FFN: an encoder whose layers all share one FFN, and a decoder that has none.
 
 Feed-forward layers are where most parameters of a transformer are, and much of what they hold is redundant:
-one FFN run at every depth of the encoder, and made wider with what that saves, does as well as one for each
-layer. https://arxiv.org/abs/2309.01826. `encoder_ffn="own"` and `decoder_ffn="own"` give the ordinary model
-beside it, so that bytes and operations of the two can be held against each other.
+one FFN run at every depth of the encoder, and widened by the saved parameters, is as accurate as one FFN a
+layer. https://arxiv.org/abs/2309.01826. `encoder_ffn="own"` and `decoder_ffn="own"` give the ordinary model,
+so that bytes and operations of the two can be compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.model.architectures.reference import (
     waves,
 )
 
-# Letters as in reference.py; S also counts what the encoder read.
+# Letters as in reference.py; S is also the length of the encoder input.
 ENCODER_FFNS = ("shared", "own")
 DECODER_FFNS = ("none", "own")
 
@@ -46,7 +46,7 @@ class OneWideConfig(ReferenceConfig):
         decoder_start_token_id: int = 0,
         **kwargs: Any,
     ) -> None:
-        """`num_hidden_layers` is the encoder's depth, and the decoder's where that is not given."""
+        """`num_hidden_layers` is the encoder's depth, and the default of the decoder's."""
         self.num_decoder_layers = num_hidden_layers if num_decoder_layers is None else num_decoder_layers
         self.encoder_ffn = encoder_ffn
         self.decoder_ffn = decoder_ffn
@@ -64,7 +64,7 @@ class OneWideConfig(ReferenceConfig):
 
 
 class CrossAttention(ReferenceAttention):
-    """Attention over what the encoder gave, whose keys and values are made once and have no positions."""
+    """Attention over the encoder's output: keys and values are computed once and have no positions."""
 
     def forward(  # type: ignore[override]
         self,
@@ -87,10 +87,10 @@ class CrossAttention(ReferenceAttention):
 
 
 class EncoderLayer(nn.Module):
-    """Attention in both directions, then the FFN, which may be every layer's."""
+    """Bidirectional attention, then the FFN, which all layers may share."""
 
     def __init__(self, config: OneWideConfig, index: int, ffn: nn.Module | None) -> None:
-        """`ffn` is the shared one."""
+        """`ffn` is the shared FFN; None gives the layer its own."""
         super().__init__()
         self.self_attn = ReferenceAttention(config, index)
         self.mlp = make_ffn(config) if ffn is None else ffn
@@ -98,7 +98,6 @@ class EncoderLayer(nn.Module):
         self.ffn_norm = make_norm(config)
 
     def forward(self, x_BTH: Tensor, cosine_BTD: Tensor, sine_BTD: Tensor, hidden_BTS: Tensor) -> Tensor:
-        """The residual stream after this layer."""
         x_BTH = x_BTH + self.self_attn(self.attention_norm(x_BTH), cosine_BTD, sine_BTD, hidden_BTS)
         assert self.mlp is not None
         y_BTH: Tensor = x_BTH + self.mlp(self.ffn_norm(x_BTH))
@@ -109,7 +108,6 @@ class DecoderLayer(nn.Module):
     """Causal attention, then attention over the encoder; an FFN only in the ordinary model."""
 
     def __init__(self, config: OneWideConfig, index: int) -> None:
-        """As the config says."""
         super().__init__()
         self.self_attn = ReferenceAttention(config, index)
         self.cross_attn = CrossAttention(config, index)
@@ -129,7 +127,6 @@ class DecoderLayer(nn.Module):
         unseen_B1S: Tensor | None,
         cache: Any = None,
     ) -> Tensor:
-        """The residual stream after this layer."""
         own = cache.self_attention_cache if cache is not None else None
         x_BTH = x_BTH + self.self_attn(self.attention_norm(x_BTH), cosine_BTD, sine_BTD, hidden_BTS, own)
         x_BTH = x_BTH + self.cross_attn(self.cross_norm(x_BTH), encoded_BSH, unseen_B1S, cache)
@@ -137,17 +134,14 @@ class DecoderLayer(nn.Module):
 
 
 class OneWidePreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """What transformers needs to know to save, load and initialise."""
-
     config_class = OneWideConfig
     base_model_prefix = "model"
 
 
 class OneWideEncoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
-    """Reads a whole text."""
+    """Bidirectional encoder."""
 
     def __init__(self, config: OneWideConfig, embed_tokens: nn.Module) -> None:
-        """The token table is the decoder's too."""
         super().__init__(config)
         self.embed_tokens = embed_tokens
         shared = make_ffn(config) if config.encoder_ffn == "shared" else None
@@ -157,7 +151,6 @@ class OneWideEncoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
         self.norm = make_norm(config)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> BaseModelOutput:
-        """The last hidden states."""
         x_BTH = self.embed_tokens(input_ids)
         positions = torch.arange(x_BTH.shape[1], device=x_BTH.device)[None]
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -169,10 +162,9 @@ class OneWideEncoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
 
 
 class OneWideDecoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
-    """Writes with what the encoder read."""
+    """Causal decoder with cross attention."""
 
     def __init__(self, config: OneWideConfig, embed_tokens: nn.Module) -> None:
-        """The token table is the encoder's too."""
         super().__init__(config)
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_decoder_layers))
@@ -185,10 +177,10 @@ class OneWideDecoder(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
         encoder_mask: Tensor | None,
         cache: Any = None,
     ) -> Tensor:
-        """The last hidden states; a cache that is given is written to."""
+        """The last hidden states; the KV cache is updated in place."""
         x_BTH = self.embed_tokens(input_ids)
-        num_seen = cache.self_attention_cache.get_seq_length() if cache is not None else 0
-        steps_1T, hidden_BTS = causal(num_seen, x_BTH.shape[1], x_BTH.device)
+        num_cached = cache.self_attention_cache.get_seq_length() if cache is not None else 0
+        steps_1T, hidden_BTS = causal(num_cached, x_BTH.shape[1], x_BTH.device)
         unseen_B1S = None if encoder_mask is None else (encoder_mask == 0)[:, None]
         turned = waves(self.config, steps_1T, x_BTH.dtype)
         for layer in self.layers:
@@ -201,29 +193,24 @@ class OneWideModel(OneWidePreTrainedModel):  # type: ignore[no-untyped-call]
     """Encoder and decoder on one token table."""
 
     def __init__(self, config: OneWideConfig) -> None:
-        """Parts by name."""
         super().__init__(config)
         self.shared = nn.Embedding(config.vocab_size, config.hidden_size)
         self.encoder = OneWideEncoder(config, self.shared)
         self.decoder = OneWideDecoder(config, self.shared)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token table."""
         table: nn.Module = self.shared
         return table
 
     def get_encoder(self, *_: Any, **__: Any) -> nn.Module:
-        """The encoder."""
         return self.encoder
 
 
 class OneWideForConditionalGeneration(OneWidePreTrainedModel, GenerationMixin):  # type: ignore[misc, no-untyped-call]
-    """The model with its head."""
-
     _tied_weights_keys: Any = {}  # noqa: RUF012
 
     def __init__(self, config: OneWideConfig) -> None:
-        """What is stored once, and by which names else it is known, is told to transformers."""
+        """`_tied_weights_keys` lists the other names of each shared tensor, which is stored once."""
         super().__init__(config)
         self.model = OneWideModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -240,17 +227,14 @@ class OneWideForConditionalGeneration(OneWidePreTrainedModel, GenerationMixin): 
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token table."""
         table: nn.Module = self.model.shared
         return table
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
         head: nn.Module = self.lm_head
         return head
 
     def get_encoder(self, *_: Any, **__: Any) -> nn.Module:
-        """The encoder, which generation runs once."""
         encoder: nn.Module = self.model.encoder
         return encoder
 
@@ -265,7 +249,7 @@ class OneWideForConditionalGeneration(OneWidePreTrainedModel, GenerationMixin): 
         use_cache: bool | None = None,
         **_: Any,
     ) -> Seq2SeqLMOutput:
-        """Logits of the decoder's tokens, and the mean cross entropy of `labels` where given."""
+        """Logits of the decoder, and the mean cross entropy of `labels`."""
         if encoder_outputs is None:
             encoder_outputs = self.model.encoder(input_ids, attention_mask)
         if decoder_input_ids is None and labels is not None:

@@ -1,10 +1,12 @@
-"""A small decoder of which every part can be chosen: FFN, activation, norm, placement, biases.
+"""A small decoder with configurable parts: FFN, activation, norm, norm placement, biases.
 
-Published families each fix one combination; this model has all of them in one class, so that what quantkit
-says and emits can be held against every pair of choices. It is a whole causal language model (rotary
-positions, grouped heads, a transformers cache, save and load), and another model may pass the function by
-which its blocks make their FFN. Gated FFNs: https://arxiv.org/abs/2002.05202. Norm placement:
-https://arxiv.org/abs/2002.04745. Rotary positions: https://arxiv.org/abs/2104.09864
+Published families each fix one combination; this model has all of them in one class, so that maps and exports
+can be tested on every pair of choices. It is a complete causal language model (rotary positions,
+grouped-query attention, a transformers KV cache, save and load). Another model may pass its own function that
+makes an FFN.
+
+Gated FFNs: https://arxiv.org/abs/2002.05202. Norm placement: https://arxiv.org/abs/2002.04745. Rotary
+positions: https://arxiv.org/abs/2104.09864
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quantkit.errors import InputError
 
-# Letters: B batch, T tokens, S keys seen, N heads, D head size, H hidden size.
+# Letters: B batch, T tokens, S keys, N heads, D head size, H hidden size.
 ACTIVATIONS = ("relu", "gelu", "gelu_pytorch_tanh", "silu")
 NORM_KINDS = ("layer_norm", "rms_norm")
 PLACEMENTS = ("pre", "post", "sandwich")
@@ -30,7 +32,7 @@ NO_FFN = "none"  # a block of attention alone
 
 
 class ReferenceConfig(PretrainedConfig):
-    """What the model is made of; a gated FFN with silu is SwiGLU, with gelu GeGLU, with relu ReGLU."""
+    """A gated FFN with silu is SwiGLU, with gelu GeGLU, with relu ReGLU."""
 
     model_type = "quantkit_reference"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -56,7 +58,6 @@ class ReferenceConfig(PretrainedConfig):
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fields as other decoders spell them, where they have a spelling."""
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -78,7 +79,7 @@ class ReferenceConfig(PretrainedConfig):
 
 
 def check(config: ReferenceConfig) -> None:
-    """Refuse a combination that means nothing, in one line."""
+    """Refuse an invalid combination of fields."""
     allowed: dict[str, tuple[str, ...]] = {
         "ffn_kind": (*FFNS, NO_FFN),
         "hidden_act": ACTIVATIONS,
@@ -86,9 +87,9 @@ def check(config: ReferenceConfig) -> None:
         "norm_placement": PLACEMENTS,
     }
     for name, values in allowed.items():
-        found = getattr(config, name)
-        if found not in values:
-            refuse(f"{name} is {found!r}", ", ".join(values))
+        value = getattr(config, name)
+        if value not in values:
+            refuse(f"{name} is {value!r}", ", ".join(values))
     positive = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     for name in (*positive, "num_key_value_heads", "max_position_embeddings"):
         if getattr(config, name) < 1:
@@ -103,32 +104,28 @@ def check(config: ReferenceConfig) -> None:
         refuse(f"{heads} heads do not share {groups} heads of keys", "a divisor of num_attention_heads")
 
 
-def refuse(what: str, allowed: str, *, where: str = "ReferenceConfig") -> NoReturn:
-    """In one line: what a config cannot say."""
-    raise InputError(what, where=where, allowed=allowed, next_step="correct config.json")
+def refuse(fault: str, allowed: str, *, where: str = "ReferenceConfig") -> NoReturn:
+    raise InputError(fault, where=where, allowed=allowed, next_step="correct config.json")
 
 
 class StandardFfn(nn.Module):
-    """Up, curve, down: https://arxiv.org/abs/1706.03762."""
+    """down(activation(up(x))): https://arxiv.org/abs/1706.03762."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        """Two projections."""
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.uses_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.uses_bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """down(curve(up(x)))."""
         y_BTH: Tensor = self.down_proj(self.act_fn(self.up_proj(x_BTH)))
         return y_BTH
 
 
 class GatedFfn(nn.Module):
-    """Up times the curve of gate, then down: https://arxiv.org/abs/2002.05202."""
+    """down(activation(gate(x)) * up(x)): https://arxiv.org/abs/2002.05202."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        """Three projections."""
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.uses_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.uses_bias)
@@ -136,7 +133,6 @@ class GatedFfn(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """down(curve(gate(x)) * up(x))."""
         y_BTH: Tensor = self.down_proj(self.act_fn(self.gate_proj(x_BTH)) * self.up_proj(x_BTH))
         return y_BTH
 
@@ -146,37 +142,34 @@ FFNS: dict[str, Callable[[Any], nn.Module]] = {"standard": StandardFfn, "gated":
 
 
 def make_ffn(config: ReferenceConfig) -> nn.Module | None:
-    """The FFN that the config asks for; None for a block without one."""
+    """None for a block of attention alone."""
     return None if config.ffn_kind == NO_FFN else FFNS[config.ffn_kind](config)
 
 
 class RmsNorm(nn.Module):
-    """x over its root mean square, spelled out so that every exporter can write it."""
+    """RMSNorm in elementary operations, which every exporter supports."""
 
     def __init__(self, features: int, eps: float) -> None:
-        """One gain for each feature."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(features))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the type of x."""
         scaled: Tensor = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
         return scaled
 
 
 def make_norm(config: ReferenceConfig) -> nn.Module:
-    """One norm of the model's width."""
     if config.norm_kind == "rms_norm":
         return RmsNorm(config.hidden_size, config.norm_epsilon)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon, bias=config.uses_bias)
 
 
 class ReferenceAttention(nn.Module):
-    """Causal attention with rotary positions and grouped heads, its two products spelled out."""
+    """Causal grouped-query attention with rotary positions, in elementary operations."""
 
     def __init__(self, config: ReferenceConfig, index: int) -> None:
-        """`index` is the block's place in the cache."""
+        """`index` is the block's entry in the KV cache."""
         super().__init__()
         self.index = index
         self.head_dim = config.hidden_size // config.num_attention_heads
@@ -195,22 +188,20 @@ class ReferenceAttention(nn.Module):
         hidden_BTS: Tensor,
         cache: Any = None,
     ) -> Tensor:
-        """`hidden_BTS` is true where a token must not look."""
+        """`hidden_BTS` is true where a key is masked."""
         query, key, value = (
             self.heads(projection(x_BTH)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (turn(each, cosine_BTD, sine_BTD) for each in (query, key))
+        query, key = (turn(x, cosine_BTD, sine_BTD) for x in (query, key))
         if cache is not None:
             key, value = cache.update(key, value, self.index)
         return self.attend(query, key, value, hidden_BTS)
 
     def heads(self, x_BTH: Tensor) -> Tensor:
-        """[B, N, T, D]."""
         return x_BTH.view(*x_BTH.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden_BTS: Tensor | None) -> Tensor:
-        """What every query finds among the keys that it may look at."""
-        key, value = (each.repeat_interleave(self.num_groups, dim=1) for each in (key, value))
+        key, value = (x.repeat_interleave(self.num_groups, dim=1) for x in (key, value))
         scores_BNTS = torch.matmul(query, key.transpose(2, 3)) * self.head_dim**-0.5
         if hidden_BTS is not None:
             lowest = torch.finfo(scores_BNTS.dtype).min
@@ -221,14 +212,14 @@ class ReferenceAttention(nn.Module):
 
 
 def turn(x_BNTD: Tensor, cosine_BTD: Tensor, sine_BTD: Tensor) -> Tensor:
-    """Rotate each pair of a head's features, the two halves of the head making the pairs."""
+    """Rotary embedding; feature i is paired with feature i + D/2."""
     first, second = x_BNTD.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x_BNTD * cosine_BTD[:, None] + turned * sine_BTD[:, None]
 
 
 def waves(config: Any, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) [B, T, D]; not kept, so that no buffer is lost on the way to a device."""
+    """(cosines, sines) [B, T, D], computed each time: there is no buffer to move to a device."""
     head_dim = config.hidden_size // config.num_attention_heads
     steps = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32)
     half = positions_BT[..., None].float() / config.rope_theta ** (steps / head_dim)
@@ -236,18 +227,18 @@ def waves(config: Any, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def causal(num_seen: int, num_new: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(places of the new tokens [1, T], which keys each of them must not look at [1, T, S])."""
-    keys_S = torch.arange(num_seen + num_new, device=device)
-    steps_T = torch.arange(num_seen, num_seen + num_new, device=device)
+def causal(num_cached: int, num_new: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(positions of the new tokens [1, T], mask of the later keys [1, T, S])."""
+    keys_S = torch.arange(num_cached + num_new, device=device)
+    steps_T = torch.arange(num_cached, num_cached + num_new, device=device)
     return steps_T[None], (keys_S[None] > steps_T[:, None])[None]
 
 
 class ReferenceBlock(nn.Module):
-    """Attention and FFN on the residual stream, with norms where the config puts them."""
+    """Attention and FFN on the residual stream; the config decides the norm placement."""
 
     def __init__(self, config: ReferenceConfig, index: int, make_ffn: MakeFfn = make_ffn) -> None:
-        """`make_ffn` gives any module of x [B, T, H] -> [B, T, H], or None for a block without FFN."""
+        """`make_ffn` returns a module [B, T, H] -> [B, T, H], or None for a block without FFN."""
         super().__init__()
         self.is_post = config.norm_placement == "post"
         is_sandwich = config.norm_placement == "sandwich"
@@ -267,7 +258,6 @@ class ReferenceBlock(nn.Module):
         hidden_BTS: Tensor,
         cache: Any = None,
     ) -> Tensor:
-        """The residual stream after this block."""
         attention = (cosine_BTD, sine_BTD, hidden_BTS, cache)
         if self.is_post:
             x_BTH = self.attention_norm(x_BTH + self.self_attn(x_BTH, *attention))
@@ -281,18 +271,15 @@ class ReferenceBlock(nn.Module):
 
 
 class ReferencePreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """What transformers needs to know to save, load and initialise."""
-
     config_class = ReferenceConfig
     base_model_prefix = "model"
     _no_split_modules = ["ReferenceBlock"]  # noqa: RUF012 - as transformers types it
 
 
 class ReferenceModel(ReferencePreTrainedModel):  # type: ignore[no-untyped-call]
-    """Embedding, blocks, and the last norm where norms stand before sublayers."""
+    """Embedding, blocks, and a final norm unless norms are post-norms."""
 
     def __init__(self, config: ReferenceConfig, make_ffn: MakeFfn = make_ffn) -> None:
-        """`make_ffn` is called once for each block."""
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
@@ -309,10 +296,10 @@ class ReferenceModel(ReferencePreTrainedModel):  # type: ignore[no-untyped-call]
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states; a cache that is given is written to."""
+        """The last hidden states; the KV cache is updated in place."""
         x_BTH = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        num_seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        steps_1T, hidden_BTS = causal(num_seen, x_BTH.shape[1], x_BTH.device)
+        num_cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        steps_1T, hidden_BTS = causal(num_cached, x_BTH.shape[1], x_BTH.device)
         turned = waves(self.config, steps_1T if position_ids is None else position_ids, x_BTH.dtype)
         if attention_mask is not None:
             hidden_BTS = hidden_BTS | (attention_mask[:, None, : hidden_BTS.shape[-1]] == 0)
@@ -322,12 +309,9 @@ class ReferenceModel(ReferencePreTrainedModel):  # type: ignore[no-untyped-call]
 
 
 class ReferenceForCausalLM(ReferencePreTrainedModel, GenerationMixin):  # type: ignore[misc, no-untyped-call]
-    """The model with its head."""
-
     _tied_weights_keys: Any = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: ReferenceConfig, make_ffn: MakeFfn = make_ffn) -> None:
-        """As the base model."""
         super().__init__(config)
         self.model = ReferenceModel(config, make_ffn)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -345,7 +329,7 @@ class ReferenceForCausalLM(ReferencePreTrainedModel, GenerationMixin):  # type: 
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, the cache where one is used, and the mean cross entropy of `labels` where given."""
+        """Logits, the KV cache, and the mean cross entropy of `labels`."""
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         x_BTH = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)

@@ -1,7 +1,6 @@
-"""Models that quantkit brings itself: transformers learns their configs and classes when this is imported.
+"""Quantkit's own models: importing this module registers their configs and classes with transformers.
 
-One class a line; a checkpoint of one of them is then read by `AutoModelForCausalLM` like any other, and no
-code of a checkpoint has to be trusted.
+Their checkpoints then load with the auto classes of transformers, without remote code.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from typing import Any
 
 from quantkit.model.architectures.one_wide import OneWideForConditionalGeneration
 from quantkit.model.architectures.reference import ReferenceForCausalLM
-from quantkit.model.architectures.ws_ffn_model import WsFfnForCausalLM
+from quantkit.model.architectures.ws_ffn import WsFfnForCausalLM
 
 OWN_MODELS: dict[str, Any] = {
-    each.__name__: each for each in (ReferenceForCausalLM, WsFfnForCausalLM, OneWideForConditionalGeneration)
+    cls.__name__: cls for cls in (ReferenceForCausalLM, WsFfnForCausalLM, OneWideForConditionalGeneration)
 }

@@ -1,1 +1,40 @@
-"""Facts of each architecture family: one row each."""
+"""The families table: one row of facts for each architecture family, and those facts nowhere else.
+
+A row states where the blocks are, the role of each projection, the place of each norm and its readers, and
+the kind of positions. Its tiny config builds a small transformers model, on which a contract test traces
+every fact. An architecture without a row still maps, with role OTHER throughout.
+"""
+
+from __future__ import annotations
+
+from quantkit.model.families.decoders import (
+    BLOOM,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    MISTRAL,
+    OPT,
+    PHI3,
+    QWEN2,
+    QWEN3,
+)
+from quantkit.model.families.encoders import ALBERT, BERT, DISTILBERT, ROBERTA, T5
+from quantkit.model.families.own import ONE_WIDE, REFERENCE, WS_FFN
+from quantkit.model.families.schema import Family
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        *(GPT2, OPT, GPT_NEOX, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3),
+        *(BERT, ROBERTA, DISTILBERT, ALBERT, T5),
+        *(REFERENCE, ONE_WIDE, WS_FFN),
+    )
+}
+
+
+def family_of(model_type: str) -> Family | None:
+    """The row for a config's `model_type`, or None; never another family's facts."""
+    return next((family for family in FAMILIES.values() if model_type in family.model_types), None)

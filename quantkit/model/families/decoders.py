@@ -1,39 +1,37 @@
-"""What quantkit knows of each architecture family: one row of facts each, and nothing anywhere else.
-
-A row says where the blocks are, which module plays which role, which norm feeds what, and how positions
-are told; it also carries the tiny config on which one contract test checks every word of it by tracing
-the real transformers modules. An architecture without a row still maps, with role OTHER throughout.
-"""
+"""Rows of the published decoder families."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from quantkit.model.families.encoders import ALBERT, BERT, DISTILBERT, ROBERTA, T5
-from quantkit.model.families.own import ONE_WIDE, REFERENCE
-from quantkit.model.families.schema import HEAD, ByConfig, Family, Stack
-from quantkit.model.families.spellings import (
+from quantkit.model.families.schema import (
     BERT_TINY,
     DOWN,
+    FINAL_NORM,
     GATE,
     GEMMA_TINY,
     LLAMA_STACK,
     LLAMA_TINY,
-    OPT_POST_NORMS,
     OUT,
     POSITION,
+    PRE_NORMS,
+    QUERY_KEY_NORMS,
     READ_BY_ATTENTION,
     SANDWICH_NORMS,
     TOKEN,
     UP,
+    ByConfig,
+    Family,
     K,
+    NormRow,
     Q,
+    Stack,
     V,
 )
-from quantkit.model.families.ws_ffn_row import WS_FFN
-from quantkit.model.model_map import NormKind, NormPlacement, PositionKind, Residual
+from quantkit.model.model_map import NormKind, NormPlace, NormPlacement, PositionKind, Residual
 
 GPT2 = Family(
+    name="gpt2",
     model_types=("gpt2",),
     stacks=(
         Stack(
@@ -45,12 +43,15 @@ GPT2 = Family(
                 "mlp.c_fc": (UP,),
                 "mlp.c_proj": (DOWN,),
             },
-            norms={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
+            norms={
+                "ln_1": NormRow(NormPlace.BEFORE_ATTENTION, ("attn.c_attn",)),
+                "ln_2": NormRow(NormPlace.BEFORE_FFN, ("mlp.c_fc",)),
+            },
             activation="mlp.act",
         ),
     ),
     embeddings={"wte": TOKEN, "wpe": POSITION},
-    outer_norms={"ln_f": (HEAD,)},
+    outer_norms={"ln_f": FINAL_NORM},
     norm_kind=NormKind.LAYER_NORM,
     placement=NormPlacement.PRE,
     position=PositionKind.LEARNED,
@@ -60,6 +61,7 @@ GPT2 = Family(
 )
 
 OPT = Family(
+    name="opt",
     model_types=("opt",),
     stacks=(
         Stack(
@@ -77,15 +79,21 @@ OPT = Family(
                 key="do_layer_norm_before",
                 absent=True,
                 values={
-                    True: {"self_attn_layer_norm": READ_BY_ATTENTION, "final_layer_norm": ("fc1",)},
-                    False: OPT_POST_NORMS,
+                    True: {
+                        "self_attn_layer_norm": NormRow(NormPlace.BEFORE_ATTENTION, READ_BY_ATTENTION),
+                        "final_layer_norm": NormRow(NormPlace.BEFORE_FFN, ("fc1",)),
+                    },
+                    False: {
+                        "self_attn_layer_norm": NormRow(NormPlace.AFTER_ATTENTION, ("fc1",)),
+                        "final_layer_norm": NormRow(NormPlace.AFTER_FFN, feeds_next_block=READ_BY_ATTENTION),
+                    },
                 },
             ),
             activation="activation_fn",
         ),
     ),
     embeddings={"decoder.embed_tokens": TOKEN, "decoder.embed_positions": POSITION},
-    outer_norms={"decoder.final_layer_norm": (HEAD,)},
+    outer_norms={"decoder.final_layer_norm": FINAL_NORM},
     other={"decoder.project_in": "enters", "decoder.project_out": "leaves"},
     norm_kind=NormKind.LAYER_NORM,
     placement=ByConfig(
@@ -99,6 +107,7 @@ OPT = Family(
 )
 
 GPT_NEOX = Family(
+    name="gpt_neox",
     model_types=("gpt_neox",),
     stacks=(
         Stack(
@@ -111,14 +120,14 @@ GPT_NEOX = Family(
                 "mlp.dense_4h_to_h": (DOWN,),
             },
             norms={
-                "input_layernorm": ("attention.query_key_value",),
-                "post_attention_layernorm": ("mlp.dense_h_to_4h",),
+                "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, ("attention.query_key_value",)),
+                "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, ("mlp.dense_h_to_4h",)),
             },
             activation="mlp.act",
         ),
     ),
     embeddings={"embed_in": TOKEN},
-    outer_norms={"final_layer_norm": (HEAD,)},
+    outer_norms={"final_layer_norm": FINAL_NORM},
     norm_kind=NormKind.LAYER_NORM,
     placement=NormPlacement.PRE,
     residual=ByConfig(
@@ -133,6 +142,7 @@ GPT_NEOX = Family(
 )
 
 BLOOM = Family(
+    name="bloom",
     model_types=("bloom",),
     stacks=(
         Stack(
@@ -145,14 +155,14 @@ BLOOM = Family(
                 "mlp.dense_4h_to_h": (DOWN,),
             },
             norms={
-                "input_layernorm": ("self_attention.query_key_value",),
-                "post_attention_layernorm": ("mlp.dense_h_to_4h",),
+                "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, ("self_attention.query_key_value",)),
+                "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, ("mlp.dense_h_to_4h",)),
             },
             activation="mlp.gelu_impl",
         ),
     ),
     embeddings={"word_embeddings": TOKEN},
-    outer_norms={"word_embeddings_layernorm": (), "ln_f": (HEAD,)},
+    outer_norms={"word_embeddings_layernorm": NormRow(NormPlace.EMBEDDING), "ln_f": FINAL_NORM},
     norm_kind=NormKind.LAYER_NORM,
     placement=NormPlacement.PRE,
     interleaves_heads=True,
@@ -162,10 +172,11 @@ BLOOM = Family(
 )
 
 LLAMA = Family(
+    name="llama",
     model_types=("llama",),
     stacks=(LLAMA_STACK,),
     embeddings={"embed_tokens": TOKEN},
-    outer_norms={"norm": (HEAD,)},
+    outer_norms={"norm": FINAL_NORM},
     norm_kind=NormKind.RMS_NORM,
     placement=NormPlacement.PRE,
     position=PositionKind.ROPE,
@@ -174,10 +185,9 @@ LLAMA = Family(
     variants=({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},),
 )
 
-QWEN3_STACK = replace(LLAMA_STACK, query_key_norms=("self_attn.q_norm", "self_attn.k_norm"))
-
 GEMMA = replace(
     LLAMA,
+    name="gemma",
     model_types=("gemma",),
     norm_gain_offset=1.0,
     scales_embedding=True,
@@ -188,6 +198,7 @@ GEMMA = replace(
 
 GEMMA2 = replace(
     GEMMA,
+    name="gemma2",
     model_types=("gemma2",),
     stacks=(replace(LLAMA_STACK, norms=SANDWICH_NORMS),),
     placement=NormPlacement.SANDWICH,
@@ -197,6 +208,7 @@ GEMMA2 = replace(
 
 PHI3 = replace(
     LLAMA,
+    name="phi3",
     model_types=("phi3",),
     stacks=(
         Stack(
@@ -209,8 +221,8 @@ PHI3 = replace(
                 "mlp.down_proj": (DOWN,),
             },
             norms={
-                "input_layernorm": ("self_attn.qkv_proj",),
-                "post_attention_layernorm": ("mlp.gate_up_proj",),
+                "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, ("self_attn.qkv_proj",)),
+                "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, ("mlp.gate_up_proj",)),
             },
             activation="mlp.activation_fn",
         ),
@@ -219,48 +231,31 @@ PHI3 = replace(
     variants=(),
 )
 
-FAMILIES: dict[str, Family] = {
-    "gpt2": GPT2,
-    "opt": OPT,
-    "gpt_neox": GPT_NEOX,
-    "bloom": BLOOM,
-    "llama": LLAMA,
-    "mistral": replace(
-        LLAMA,
-        model_types=("mistral",),
-        tiny_class="MistralForCausalLM",
-        tiny={**LLAMA_TINY, "sliding_window": 8},
-        variants=(),
-    ),
-    "qwen2": replace(LLAMA, model_types=("qwen2",), tiny_class="Qwen2ForCausalLM", variants=()),
-    "qwen3": replace(
-        LLAMA,
-        model_types=("qwen3",),
-        stacks=(QWEN3_STACK,),
-        tiny_class="Qwen3ForCausalLM",
-        tiny=GEMMA_TINY,
-        variants=(),
-    ),
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3": replace(
-        GEMMA2,
-        model_types=("gemma3_text",),
-        stacks=(replace(QWEN3_STACK, norms=SANDWICH_NORMS),),
-        tiny_class="Gemma3ForCausalLM",
-    ),
-    "phi3": PHI3,
-    "bert": BERT,
-    "roberta": ROBERTA,
-    "distilbert": DISTILBERT,
-    "albert": ALBERT,
-    "t5": T5,
-    "quantkit_reference": REFERENCE,
-    "quantkit_one_wide": ONE_WIDE,
-    "ws_ffn": WS_FFN,
-}
+MISTRAL = replace(
+    LLAMA,
+    name="mistral",
+    model_types=("mistral",),
+    tiny_class="MistralForCausalLM",
+    tiny={**LLAMA_TINY, "sliding_window": 8},
+    variants=(),
+)
 
+QWEN2 = replace(LLAMA, name="qwen2", model_types=("qwen2",), tiny_class="Qwen2ForCausalLM", variants=())
 
-def family_of(model_type: str) -> tuple[str, Family] | None:
-    """The row for a config's `model_type`, or None; never another family's facts."""
-    return next(((name, row) for name, row in FAMILIES.items() if model_type in row.model_types), None)
+QWEN3 = replace(
+    LLAMA,
+    name="qwen3",
+    model_types=("qwen3",),
+    stacks=(replace(LLAMA_STACK, norms={**PRE_NORMS, **QUERY_KEY_NORMS}),),
+    tiny_class="Qwen3ForCausalLM",
+    tiny=GEMMA_TINY,
+    variants=(),
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3",
+    model_types=("gemma3_text",),
+    stacks=(replace(LLAMA_STACK, norms={**SANDWICH_NORMS, **QUERY_KEY_NORMS}),),
+    tiny_class="Gemma3ForCausalLM",
+)

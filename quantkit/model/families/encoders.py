@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantkit.model.families.schema import CROSS, HEAD, ByConfig, Family, Stack
-from quantkit.model.families.spellings import (
+from quantkit.model.families.schema import (
+    BERT_EMBEDDING_NORM,
     BERT_EMBEDDINGS,
-    BERT_OUTER_NORMS,
     BERT_POSITION,
     BERT_STACK,
     BERT_TINY,
     DOWN,
+    FINAL_NORM,
+    GATE,
     OUT,
     POSITION,
     TOKEN,
     UP,
+    ByConfig,
+    Family,
     K,
+    NormRow,
     Q,
+    Stack,
     V,
-    t5_stack,
 )
-from quantkit.model.model_map import NormKind, NormPlacement, PositionKind
+from quantkit.model.model_map import NormKind, NormPlace, NormPlacement, PositionKind
 
 BERT = Family(
+    name="bert",
     model_types=("bert",),
     stacks=(BERT_STACK,),
     embeddings=BERT_EMBEDDINGS,
-    outer_norms=BERT_OUTER_NORMS,
+    outer_norms={**BERT_EMBEDDING_NORM, "cls.predictions.transform.LayerNorm": FINAL_NORM},
     other={
         "cls.predictions.transform.dense": "stays",
         "pooler.dense": "reads",
@@ -42,18 +47,17 @@ BERT = Family(
 
 ROBERTA = replace(
     BERT,
+    name="roberta",
     model_types=("roberta", "xlm-roberta", "camembert"),
-    outer_norms={
-        "embeddings.LayerNorm": BERT_OUTER_NORMS["embeddings.LayerNorm"],
-        "lm_head.layer_norm": (HEAD,),
-    },
+    outer_norms={**BERT_EMBEDDING_NORM, "lm_head.layer_norm": FINAL_NORM},
     other={"lm_head.dense": "stays", "pooler.dense": "reads"},
     position_offset=2,
     tiny_class="RobertaForMaskedLM",
 )
 
-DISTILBERT_READERS = (">attention.q_lin", ">attention.k_lin", ">attention.v_lin")
+DISTILBERT_READ_BY_ATTENTION = ("attention.q_lin", "attention.k_lin", "attention.v_lin")
 DISTILBERT = Family(
+    name="distilbert",
     model_types=("distilbert",),
     stacks=(
         Stack(
@@ -67,12 +71,20 @@ DISTILBERT = Family(
                 "ffn.lin1": (UP,),
                 "ffn.lin2": (DOWN,),
             },
-            norms={"sa_layer_norm": ("ffn.lin1",), "output_layer_norm": DISTILBERT_READERS},
+            norms={
+                "sa_layer_norm": NormRow(NormPlace.AFTER_ATTENTION, ("ffn.lin1",)),
+                "output_layer_norm": NormRow(
+                    NormPlace.AFTER_FFN, feeds_next_block=DISTILBERT_READ_BY_ATTENTION
+                ),
+            },
             activation="ffn.activation",
         ),
     ),
     embeddings={"embeddings.word_embeddings": TOKEN, "embeddings.position_embeddings": POSITION},
-    outer_norms={"embeddings.LayerNorm": DISTILBERT_READERS, "vocab_layer_norm": (HEAD,)},
+    outer_norms={
+        "embeddings.LayerNorm": NormRow(NormPlace.EMBEDDING, feeds_next_block=DISTILBERT_READ_BY_ATTENTION),
+        "vocab_layer_norm": FINAL_NORM,
+    },
     other={"vocab_transform": "stays"},
     norm_kind=NormKind.LAYER_NORM,
     placement=NormPlacement.POST,
@@ -89,6 +101,7 @@ DISTILBERT = Family(
 )
 
 ALBERT = Family(
+    name="albert",
     model_types=("albert",),
     stacks=(
         Stack(
@@ -103,8 +116,11 @@ ALBERT = Family(
                 "ffn_output": (DOWN,),
             },
             norms={
-                "attention.LayerNorm": ("ffn",),
-                "full_layer_layer_norm": (">attention.query", ">attention.key", ">attention.value"),
+                "attention.LayerNorm": NormRow(NormPlace.AFTER_ATTENTION, ("ffn",)),
+                "full_layer_layer_norm": NormRow(
+                    NormPlace.AFTER_FFN,
+                    feeds_next_block=("attention.query", "attention.key", "attention.value"),
+                ),
             },
             activation="activation",
             calls=("num_hidden_layers", "num_hidden_groups"),
@@ -112,8 +128,8 @@ ALBERT = Family(
     ),
     embeddings=BERT_EMBEDDINGS,
     outer_norms={
-        "embeddings.LayerNorm": ("encoder.embedding_hidden_mapping_in",),
-        "predictions.LayerNorm": (HEAD,),
+        "embeddings.LayerNorm": NormRow(NormPlace.EMBEDDING, ("encoder.embedding_hidden_mapping_in",)),
+        "predictions.LayerNorm": FINAL_NORM,
     },
     other={
         "encoder.embedding_hidden_mapping_in": "enters",
@@ -128,11 +144,53 @@ ALBERT = Family(
     variants=({"num_hidden_groups": 2, "inner_group_num": 2},),
 )
 
+
+def t5_stack(kind: str) -> Stack:
+    """T5 numbers its sublayers; the decoder has cross attention between the two."""
+    is_decoder = kind == "decoder"
+    ffn = "layer.2" if is_decoder else "layer.1"
+    attention, cross = "layer.0.SelfAttention", "layer.1.EncDecAttention"
+    return Stack(
+        path=f"{kind}.block.*",
+        kind=kind,
+        projections={
+            **{f"{attention}.{name}": (role,) for name, role in zip("qkvo", (Q, K, V, OUT), strict=True)},
+            f"{ffn}.DenseReluDense.wi": (UP,),
+            f"{ffn}.DenseReluDense.wi_0": (GATE,),
+            f"{ffn}.DenseReluDense.wi_1": (UP,),
+            f"{ffn}.DenseReluDense.wo": (DOWN,),
+        },
+        cross_projections={
+            f"{cross}.{name}": (role,)
+            for name, role in zip("qkvo", (Q, K, V, OUT), strict=True)
+            if is_decoder
+        },
+        norms={
+            "layer.0.layer_norm": NormRow(
+                NormPlace.BEFORE_ATTENTION, tuple(f"{attention}.{name}" for name in "qkv")
+            ),
+            **(
+                {"layer.1.layer_norm": NormRow(NormPlace.BEFORE_CROSS_ATTENTION, (f"{cross}.q",))}
+                if is_decoder
+                else {}
+            ),
+            f"{ffn}.layer_norm": NormRow(
+                NormPlace.BEFORE_FFN, tuple(f"{ffn}.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1"))
+            ),
+        },
+        activation=f"{ffn}.DenseReluDense.act",
+    )
+
+
 T5 = Family(
+    name="t5",
     model_types=("t5", "mt5"),
     stacks=(t5_stack("encoder"), t5_stack("decoder")),
     embeddings={"shared": TOKEN},
-    outer_norms={"encoder.final_layer_norm": (CROSS,), "decoder.final_layer_norm": (HEAD,)},
+    outer_norms={
+        "encoder.final_layer_norm": NormRow(NormPlace.FINAL, feeds_cross_attention=True),
+        "decoder.final_layer_norm": FINAL_NORM,
+    },
     norm_kind=NormKind.RMS_NORM,
     placement=NormPlacement.PRE,
     position=PositionKind.RELATIVE,

@@ -1,7 +1,8 @@
-"""The shape of one row of the families table: facts about an architecture, as data.
+"""The shape of one row of the families table, and the spellings that several rows share.
 
-Names are relative: to the block for what lies in a block, to the base model for the rest. `">"` before
-a name means "in the block that runs next", for norms whose readers live there.
+Names are relative: to the block for modules of a block, to the base model for all others. A row shows only
+the facts that set its family apart; module names, norms and tiny configs that several families share are
+written once here.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quantkit.model.model_map import EmbeddingKind, NormKind, NormPlacement, PositionKind, Residual, Role
+from quantkit.model.model_map import (
+    EmbeddingKind,
+    NormKind,
+    NormPlace,
+    NormPlacement,
+    PositionKind,
+    Residual,
+    Role,
+)
 
-HEAD = "<head>"  # in a norm's readers: the output projection, whatever its name
-LAST = f">{HEAD}"  # the same, but of the last block's norm alone
-CROSS = "<cross>"  # in a norm's readers: keys and values of every cross attention
-# How a projection outside of blocks touches the residual stream. "enters": what lies before has another
-# basis, "leaves": what lies after has; "stays": reads the stream and gives its basis on; "reads": a result
-# of its own; "apart": reads no stream.
+# How a projection outside of blocks touches the residual stream. "enters": the stream starts at its output;
+# "leaves": the stream ends at its input; "stays": reads the stream and writes in the same basis; "reads": its
+# output is a result of its own; "apart": neither reads nor writes the stream.
 OuterUse = Literal["enters", "leaves", "stays", "reads", "apart"]
 
 
@@ -29,36 +35,50 @@ class ByConfig:
     values: Mapping[Any, Any]
     absent: Any
 
-    def read(self, config: Mapping[str, Any]) -> Any:
-        """The fact under this config; an unforeseen value raises rather than guess."""
-        return self.values[config.get(self.key, self.absent)]
+
+def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:
+    """A fact of a row under a config, of which several fields may decide it; an unknown value raises."""
+    while isinstance(fact, ByConfig):
+        fact = fact.values[config.get(fact.key, fact.absent)]
+    return fact
+
+
+@dataclass(frozen=True, slots=True)
+class NormRow:
+    """The place of one norm and the modules that read its output directly."""
+
+    place: NormPlace
+    feeds: tuple[str, ...] = ()
+    feeds_next_block: tuple[str, ...] = ()  # modules of the block that runs next; of an outer norm: the first
+    feeds_head: bool = False  # the output projection; of a norm in a block: the last block's norm alone
+    feeds_cross_attention: bool = False  # keys and values of every cross attention
+
+
+Norms = Mapping[str, NormRow]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """One pile of blocks."""
+    """A sequence of blocks of one shape."""
 
     path: str  # "h.*": the star is the index
     kind: str  # "decoder" or "encoder"
     projections: Mapping[str, tuple[Role, ...]]  # several roles: fused in this order
-    norms: Mapping[str, tuple[str, ...]] | ByConfig  # norm -> the modules that read its output directly
+    norms: Norms | ByConfig
     activation: str  # the module of the FFN's non-linearity
     cross_projections: Mapping[str, tuple[Role, ...]] = field(default_factory=dict)
-    query_key_norms: tuple[str, ...] = ()  # norms on each head's query and key
-    # Projections that no inference runs, since only a training loss reads them -> the config's field for
-    # the number of heads that their output splits into.
+    # Projections that only a training loss reads -> the config field with their number of output heads.
     training_only: Mapping[str, str] = field(default_factory=dict)
     calls: tuple[str, str] | None = None  # a shared block runs config[first] // config[second] times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One architecture family."""
-
+    name: str
     model_types: tuple[str, ...]
     stacks: tuple[Stack, ...]
     embeddings: Mapping[str, EmbeddingKind]
-    outer_norms: Mapping[str, tuple[str, ...]]
+    outer_norms: Norms
     norm_kind: NormKind | ByConfig
     placement: NormPlacement | ByConfig
     position: PositionKind | ByConfig
@@ -75,8 +95,83 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)  # newer module name -> name in checkpoints
 
 
-def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:
-    """A fact of a row under a config, of which several fields may decide it, or none."""
-    while isinstance(fact, ByConfig):
-        fact = fact.read(config)
-    return fact
+Q, K, V, OUT = Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT
+GATE, UP, DOWN = Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN
+TOKEN, POSITION, TOKEN_TYPE = EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE
+
+LLAMA_ATTENTION = {
+    "self_attn.q_proj": (Q,),
+    "self_attn.k_proj": (K,),
+    "self_attn.v_proj": (V,),
+    "self_attn.o_proj": (OUT,),
+}
+LLAMA_FFN = {"mlp.gate_proj": (GATE,), "mlp.up_proj": (UP,), "mlp.down_proj": (DOWN,)}
+READ_BY_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+READ_BY_FFN = ("mlp.gate_proj", "mlp.up_proj")
+PRE_NORMS = {
+    "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, READ_BY_ATTENTION),
+    "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, READ_BY_FFN),
+}
+SANDWICH_NORMS = {
+    "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, READ_BY_ATTENTION),
+    "post_attention_layernorm": NormRow(NormPlace.AFTER_ATTENTION),
+    "pre_feedforward_layernorm": NormRow(NormPlace.BEFORE_FFN, READ_BY_FFN),
+    "post_feedforward_layernorm": NormRow(NormPlace.AFTER_FFN),
+}
+QUERY_KEY_NORMS = {
+    "self_attn.q_norm": NormRow(NormPlace.QUERY),
+    "self_attn.k_norm": NormRow(NormPlace.KEY),
+}
+FINAL_NORM = NormRow(NormPlace.FINAL, feeds_head=True)
+LLAMA_STACK = Stack(
+    path="layers.*",
+    kind="decoder",
+    projections={**LLAMA_ATTENTION, **LLAMA_FFN},
+    norms=PRE_NORMS,
+    activation="mlp.act_fn",
+)
+BERT_READ_BY_ATTENTION = ("attention.self.query", "attention.self.key", "attention.self.value")
+BERT_STACK = Stack(
+    path="encoder.layer.*",
+    kind="encoder",
+    projections={
+        "attention.self.query": (Q,),
+        "attention.self.key": (K,),
+        "attention.self.value": (V,),
+        "attention.output.dense": (OUT,),
+        "intermediate.dense": (UP,),
+        "output.dense": (DOWN,),
+    },
+    norms={
+        "attention.output.LayerNorm": NormRow(NormPlace.AFTER_ATTENTION, ("intermediate.dense",)),
+        "output.LayerNorm": NormRow(NormPlace.AFTER_FFN, feeds_next_block=BERT_READ_BY_ATTENTION),
+    },
+    activation="intermediate.intermediate_act_fn",
+)
+BERT_EMBEDDINGS = {
+    "embeddings.word_embeddings": TOKEN,
+    "embeddings.position_embeddings": POSITION,
+    "embeddings.token_type_embeddings": TOKEN_TYPE,
+}
+BERT_EMBEDDING_NORM = {
+    "embeddings.LayerNorm": NormRow(NormPlace.EMBEDDING, feeds_next_block=BERT_READ_BY_ATTENTION)
+}
+BERT_POSITION = ByConfig(
+    key="position_embedding_type",
+    absent="absolute",
+    values={
+        "absolute": PositionKind.LEARNED,
+        "relative_key": PositionKind.RELATIVE,
+        "relative_key_query": PositionKind.RELATIVE,
+    },
+)
+BERT_TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
+LLAMA_TINY = {**BERT_TINY, "num_key_value_heads": 2, "pad_token_id": 0}
+GEMMA_TINY = {**LLAMA_TINY, "head_dim": 16}

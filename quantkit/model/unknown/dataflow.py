@@ -1,7 +1,7 @@
-"""What a forward pass does with every tensor: which linears it comes from, and what happened to it since.
+"""Data flow of a forward pass: the linears that each tensor was computed from, and the operations since.
 
-Each tensor carries an origin, and each function that the pass calls makes the origin of its result from those
-of its operands. Values are never looked at, so tensors that are a device and a shape will do.
+Each tensor has an origin; each torch function of the pass combines the origins of its operands into the
+origin of its result. Values are never read, so fake tensors with a device and a shape are enough.
 """
 
 from __future__ import annotations
@@ -17,39 +17,35 @@ from torch.overrides import TorchFunctionMode
 
 from quantkit.model.model_map import Activation, NormKind, NormPlacement
 
-Part = tuple[int, str]  # the number of a linear's call, and which part of its output
+Part = tuple[int, str]  # index of a linear's call, and the part of its output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a tensor comes from, since the last linear or norm."""
+    """The linears and norms that a tensor was computed from, and the operations since."""
 
     parts: frozenset[Part] = frozenset()
     curve: Activation | None = None
     is_sigmoid: bool = False
     is_gated: bool = False
-    is_mixed: bool = False  # tokens were mixed on the way: attention, not an FFN
-    norm: int = -1  # the number of the norm's call that gave it
-    after: frozenset[int] = frozenset()  # calls of linears whose output is in it, norms looked through
-    root: int = 0  # the first tensor that has these values
+    is_mixed: bool = False  # tokens were mixed since: attention, not an FFN
+    norm: int = -1  # the index of the norm call that computed it
+    after: frozenset[int] = frozenset()  # linear calls that contributed, across norms
+    root: int = 0  # id of the first tensor with these values
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
-    """One call of a linear."""
-
     name: str
-    given: Tensor
-    origin: Origin  # of what it was given
+    input: Tensor
+    origin: Origin  # of the input
 
 
 @dataclass(frozen=True, slots=True)
 class NormCall:
-    """One call of a norm."""
-
     kind: NormKind
-    origin: Origin  # of what it was given
-    made: Tensor
+    origin: Origin  # of the input
+    output: Tensor
 
 
 _NO_OPS = (
@@ -103,9 +99,7 @@ _CURVE_NAMES: dict[str, Activation] = {
 
 
 @dataclass(slots=True)
-class Pass:
-    """What the pass has shown so far."""
-
+class ForwardPass:
     origins: dict[int, Origin] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)  # keeps every id in use
     calls: list[LinearCall] = field(default_factory=list)
@@ -114,22 +108,36 @@ class Pass:
     placements: dict[int, NormPlacement | None] = field(default_factory=dict)
 
     def of(self, x: Any) -> Origin:
-        """The origin of anything that a function was given."""
+        """The origin of an argument."""
         return self.origins.get(id(x), Origin(root=id(x))) if torch.is_tensor(x) else Origin()
 
     def put(self, x: Tensor, origin: Origin, *, is_same: bool = False) -> None:
-        """Say where a tensor comes from; `is_same` where it has the values of another."""
+        """Record a tensor's origin; `is_same` where it has the values of an earlier tensor."""
         self.kept.append(x)
         self.origins[id(x)] = origin if is_same else replace(origin, root=id(x))
 
+    def record_linear(self, name: str, x: Tensor, output: Tensor) -> None:
+        index = len(self.calls)
+        self.calls.append(LinearCall(name, x, self.of(x)))
+        self.put(output, Origin(parts=frozenset({(index, "")}), after=frozenset({index})))
+
+    def record_norm(self, kind: NormKind, x: Tensor, output: Tensor) -> None:
+        origin = self.of(x)
+        self.put(output, Origin(norm=len(self.norms), after=origin.after))
+        self.norms.append(NormCall(kind, origin, output))
+
+    def record_activation(self, curve: Activation, x: Tensor, output: Tensor) -> None:
+        origin = self.of(x)
+        if origin.parts:
+            self.put(output, replace(origin, curve=curve))
+
 
 class Watch(TorchFunctionMode):
-    """Follows every function that a forward pass calls."""
+    """Follows every torch function of a forward pass."""
 
-    def __init__(self, seen: Pass) -> None:
-        """Into this record."""
+    def __init__(self, flow: ForwardPass) -> None:
         super().__init__()
-        self.seen = seen
+        self.flow = flow
 
     def __torch_function__(
         self,
@@ -138,19 +146,18 @@ class Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Any = None,
     ) -> Any:
-        """Compute, then say where the result comes from."""
         kwargs = kwargs or {}
-        given = [x for x in tensors_in((*args, *kwargs.values())) if x.is_floating_point()]
-        before = [self.seen.of(x) for x in given]
+        operands = [x for x in tensors_in((*args, *kwargs.values())) if x.is_floating_point()]
+        before = [self.flow.of(x) for x in operands]
         if func is torch.Tensor.__contains__ and isinstance(args[0], FakeTensor):
             return False  # "is any of the mask 0": there is no padding here
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        known = [origin for origin in before if origin.parts or origin.norm >= 0 or origin.after]
-        for number, x in enumerate(tensors_in((made,))):
-            if known and x.is_floating_point():
-                self._follow(name, func, kwargs, before, known, x, number)
-        return made
+        traced = [origin for origin in before if origin.parts or origin.norm >= 0 or origin.after]
+        for number, x in enumerate(tensors_in((result,))):
+            if traced and x.is_floating_point():
+                self._follow(name, func, kwargs, before, traced, x, number)
+        return result
 
     def _follow(
         self,
@@ -158,19 +165,19 @@ class Watch(TorchFunctionMode):
         func: Any,
         kwargs: Any,
         before: list[Origin],
-        known: list[Origin],
-        made: Tensor,
+        traced: list[Origin],
+        result: Tensor,
         number: int,
     ) -> None:
-        joined = _join(known)
-        if name in _NO_OPS and len(known) == 1:
-            self.seen.put(made, known[0], is_same=True)
+        joined = _join(traced)
+        if name in _NO_OPS and len(traced) == 1:
+            self.flow.put(result, traced[0], is_same=True)
             return
-        if name in _PARTING and len(known) == 1:
+        if name in _PARTING and len(traced) == 1:
             parts = frozenset(
-                (call, f"{part}/{number}:{made.storage_offset()}") for call, part in known[0].parts
+                (call, f"{part}/{number}:{result.storage_offset()}") for call, part in traced[0].parts
             )
-            self.seen.put(made, replace(known[0], parts=parts))
+            self.flow.put(result, replace(traced[0], parts=parts))
             return
         if name in _MIXING:
             joined = replace(joined, is_mixed=True)
@@ -182,13 +189,13 @@ class Watch(TorchFunctionMode):
         elif name in _CURVE_NAMES:
             joined = replace(joined, curve=_CURVE_NAMES[name])
         elif name in _PRODUCTS:
-            joined = self._product(known[0], known[1], joined) if len(known) == 2 else joined
+            joined = self._product(traced[0], traced[1], joined) if len(traced) == 2 else joined
         elif name in _SUMS:
             if len(before) == 2:
                 self._sum(before[0], before[1])
         elif joined.curve is not None and name not in _KEEPING:  # the square of a ReLU is another curve
             joined = replace(joined, curve=Activation.OTHER)
-        self.seen.put(made, joined)
+        self.flow.put(result, joined)
 
     def _product(self, one: Origin, other: Origin, joined: Origin) -> Origin:
         if one.parts == other.parts and one.is_sigmoid != other.is_sigmoid:  # x * sigmoid(x)
@@ -196,29 +203,28 @@ class Watch(TorchFunctionMode):
         has_curve = (one.curve is not None) != (other.curve is not None)
         if not has_curve or one.parts & other.parts or not one.parts or not other.parts:
             return joined
-        calls = [self.seen.calls[number] for number, _ in one.parts | other.parts]
-        roots = {self.seen.of(call.given).root for call in calls}
+        calls = [self.flow.calls[number] for number, _ in one.parts | other.parts]
+        roots = {self.flow.of(call.input).root for call in calls}
         return replace(joined, is_gated=len(roots) == 1)
 
     def _sum(self, one: Origin, other: Origin) -> None:
-        """A residual sum: what is added to the output of a linear, its input or what a norm made of it."""
+        """A residual sum of a linear's output with the norm's input (pre-norm) or output (post-norm)."""
         for added, stream in ((one, other), (other, one)):
             for number in added.after - stream.after:
-                call = self.seen.calls[number]
-                if self.seen.placements.setdefault(number, None) or not call.origin.parts:
+                call = self.flow.calls[number]
+                if self.flow.placements.setdefault(number, None) or not call.origin.parts:
                     continue
-                reads = {self.seen.calls[up].origin for up, _ in call.origin.parts}
-                for norm in (self.seen.norms[origin.norm] for origin in reads if origin.norm >= 0):
-                    if stream.root == self.seen.of(norm.made).root:
-                        self.seen.placements[number] = NormPlacement.POST
+                reads = {self.flow.calls[up].origin for up, _ in call.origin.parts}
+                for norm in (self.flow.norms[origin.norm] for origin in reads if origin.norm >= 0):
+                    if stream.root == self.flow.of(norm.output).root:
+                        self.flow.placements[number] = NormPlacement.POST
                     elif stream.root == norm.origin.root:
                         is_normed = added.norm >= 0
                         placed = NormPlacement.SANDWICH if is_normed else NormPlacement.PRE
-                        self.seen.placements[number] = placed
+                        self.flow.placements[number] = placed
 
 
 def _join(origins: Sequence[Origin]) -> Origin:
-    """One origin of several operands."""
     curves = [origin.curve for origin in origins if origin.curve is not None]
     return Origin(
         parts=frozenset().union(*(origin.parts for origin in origins)),
@@ -230,7 +236,6 @@ def _join(origins: Sequence[Origin]) -> Origin:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Every tensor among some arguments or results."""
     for value in values:
         if torch.is_tensor(value):
             yield value

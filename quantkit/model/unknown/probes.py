@@ -1,7 +1,8 @@
-"""What a small module computes, found out by calling it: no class name is trusted.
+"""The function of a small module, found by calling it; its class name is not trusted.
 
-An activation is told by its values on a grid, a norm by what leaves its output unchanged: a scaled input for
-both kinds, a shifted one for LayerNorm alone. Modules may be on the meta device; a copy is filled and run.
+An activation is identified by its values on a grid. A norm is identified by its invariances: both kinds
+ignore the scale of their input, LayerNorm alone ignores a shift. Modules may be on the meta device: a copy
+is filled and run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SPREAD = 7.0
 
 
 def curve_of(function: Callable[[Tensor], Tensor] | None) -> Activation:
-    """The non-linearity that a module or a function computes; `other` when it is none of those known."""
+    """The non-linearity that a module or a function computes; OTHER for an unknown one."""
     if function is None or (isinstance(function, nn.Module) and any(True for _ in function.parameters())):
         return Activation.OTHER
     x = torch.linspace(-6.0, 6.0, 97, dtype=torch.float64, device="cpu")
@@ -44,18 +45,18 @@ def curve_of(function: Callable[[Tensor], Tensor] | None) -> Activation:
 
 
 def norm_kind_of(module: nn.Module) -> NormKind | None:
-    """LayerNorm or RMSNorm by what its output ignores; None when it is no norm over the last axis."""
+    """LayerNorm or RMSNorm by its invariances; None for a module that is no norm over the last axis."""
     parameters = list(module.parameters())
-    if not parameters or any(each.dim() != 1 for each in parameters) or list(module.children()):
+    if not parameters or any(parameter.dim() != 1 for parameter in parameters) or list(module.children()):
         return None
     try:
-        made = copy.deepcopy(module).to_empty(device="cpu").double().eval()
+        norm = copy.deepcopy(module).to_empty(device="cpu").double().eval()
         random = torch.Generator().manual_seed(0)
         with torch.no_grad(), torch.device("cpu"):
-            for parameter in made.parameters():
+            for parameter in norm.parameters():
                 parameter.copy_(1 + torch.rand(parameter.shape, generator=random, dtype=torch.float64))
             x = SPREAD * torch.randn(4, len(parameters[0]), generator=random, dtype=torch.float64)
-            plain, scaled, shifted = made(x), made(3 * x), made(x + SPREAD)
+            plain, scaled, shifted = norm(x), norm(3 * x), norm(x + SPREAD)
             is_norm = torch.allclose(plain, scaled, rtol=1e-3, atol=1e-3) and not torch.allclose(plain, x)
             ignores_mean = torch.allclose(plain, shifted, rtol=1e-3, atol=1e-3)
     except Exception:  # as above

@@ -1,6 +1,6 @@
-"""Reading what a safetensors checkpoint holds, from its headers alone, and refusing what is broken.
+"""The headers of a safetensors checkpoint: read, checked, and compared with the model.
 
-A header names every tensor with its type, shape and place, so a checkpoint of any size is checked in
+A header names every tensor with its type, shape and offset, so a checkpoint of any size is checked in
 milliseconds and nothing is executed. Pickle files can run code when opened; they are refused.
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -21,7 +21,7 @@ from quantkit.errors import InputError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# Buffers that older versions of transformers saved and no version needs.
+# Buffers that older versions of transformers saved and no version reads.
 SPARE_BUFFERS = re.compile(r"(attn\.(masked_)?bias|attention\.(masked_)?bias|inv_freq|position_ids)$")
 CONVERSION = (
     "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('FOLDER')"
@@ -31,12 +31,13 @@ CONVERSION = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint: where it lies and what it is."""
+    """Location, type and shape of one tensor of a checkpoint."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -73,13 +74,18 @@ def _refuse_pickle(folder: Path) -> None:
 def _read_file(file: Path) -> dict[str, StoredTensor]:
     """The header of one file; safetensors itself checks offsets, types and the file's length."""
     try:
-        with safe_open(file, framework="numpy") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+        with safe_open(file, framework="numpy") as handle, file.open("rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            header = json.loads(raw.read(length))
             return {
                 name: StoredTensor(
-                    name=name, file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                    name=name,
+                    file=file,
+                    dtype=header[name]["dtype"],
+                    shape=tuple(header[name]["shape"]),
+                    offset=8 + length + header[name]["data_offsets"][0],
                 )
-                for name, part in slices.items()
+                for name in handle.keys()  # noqa: SIM118 - not a dict
             }
     except (SafetensorError, OSError) as error:
         raise InputError(
@@ -132,33 +138,33 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 def compare(
     stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], *, prefix: str, where: str
 ) -> list[str]:
-    """Hold a checkpoint's headers against the module's tensors.
+    """Compare a checkpoint's headers with the module's tensors.
 
-    Wrong shapes raise; missing and unused tensors come back as notes. A base model's checkpoint may lack
-    the prefix that a model with a head puts before its names, or have it where the module does not.
+    Wrong shapes raise; missing and unused tensors are returned as notes. Either side may lack the prefix that
+    a model with a head puts before the names of its base model.
     """
     if not stored:
         return []
     matched: dict[str, StoredTensor] = {}
     for name in expected:
-        found = stored.get(name) or stored.get(name.removeprefix(prefix)) or stored.get(prefix + name)
-        if found:
-            matched[name] = found
+        tensor = stored.get(name) or stored.get(name.removeprefix(prefix)) or stored.get(prefix + name)
+        if tensor:
+            matched[name] = tensor
     wrong = [
-        f"{name} is {list(found.shape)} and not {list(expected[name].shape)}"
-        for name, found in matched.items()
-        if found.shape != tuple(expected[name].shape)
+        f"{name} is {list(tensor.shape)} and not {list(expected[name].shape)}"
+        for name, tensor in matched.items()
+        if tensor.shape != tuple(expected[name].shape)
     ]
     if wrong or not matched:
-        what = f"{len(wrong)} tensors have another shape than the config says: {'; '.join(wrong[:3])}"
+        shapes = f"{len(wrong)} tensors have another shape than the config says: {'; '.join(wrong[:3])}"
         raise InputError(
-            what if wrong else "no tensor of the checkpoint belongs to this architecture",
+            shapes if wrong else "no tensor of the checkpoint belongs to this architecture",
             where=where,
             next_step="config.json and weights belong to different models; copy or download both again",
         )
     present = {id(expected[name]) for name in matched}
-    missing = [name for name, tensor in expected.items() if id(tensor) not in present]
-    used = {found.name for found in matched.values()}
+    missing = [name for name, parameter in expected.items() if id(parameter) not in present]
+    used = {tensor.name for tensor in matched.values()}
     extra = [name for name in stored if name not in used and not SPARE_BUFFERS.search(name)]
     notes = []
     if missing:

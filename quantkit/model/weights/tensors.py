@@ -1,14 +1,13 @@
-"""A model's weights as float32 rows, a few at a time, whatever the checkpoint stores them as.
+"""A model's weights as float32 rows, a few at a time, from any float type of a checkpoint.
 
-Rows are read with plain file reads and not through a memory map, because mapped pages count as the
-process's memory until the kernel wants them back: quantizing 13 GB would look like, and in a container
-be, 13 GB. A value that is no number is refused by name, since one NaN makes every scale of its block NaN.
+Rows are read with plain file reads and not through a memory map: mapped pages count as the process's memory
+until the kernel reclaims them, so quantizing 13 GB would need 13 GB in a container. Tensors with NaN or
+infinite values raise an error, since one NaN makes every scale of its block NaN.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,19 +33,13 @@ DTYPES: dict[str, Any] = {
 
 
 class TensorSource(Protocol):
-    """Where weights come from."""
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The stored shape."""
+    def has(self, name: str) -> bool: ...
 
-    def has(self, name: str) -> bool:
-        """Whether it is there."""
+    def read(self, name: str, start: int = 0, count: int | None = None) -> Floats: ...
 
-    def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
-        """Rows `start` to `start + count` as float32."""
-
-    def source_bytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
+    def source_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,62 +47,58 @@ class CheckpointTensors:
     """Tensors of a safetensors checkpoint, under canonical names."""
 
     stored: Mapping[str, StoredTensor]
-    offsets: Mapping[str, int]
     prefixed: Mapping[str, str]  # a stored name without its first part -> the stored name
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def _find(self, name: str) -> StoredTensor | None:
-        for each in (name, *self.aliases.get(name, ())):
-            for spelled in (each, each.split(".", 1)[-1], self.prefixed.get(each, each)):
+        for alias in (name, *self.aliases.get(name, ())):
+            for spelled in (alias, alias.split(".", 1)[-1], self.prefixed.get(alias, alias)):
                 if spelled in self.stored:
                     return self.stored[spelled]
         return None
 
     def _get(self, name: str) -> StoredTensor:
-        found = self._find(name)
-        if found is None:
+        tensor = self._find(name)
+        if tensor is None:
             raise InputError(
                 f"the checkpoint has no tensor '{name}'",
                 where=str(next(iter(self.stored.values())).file.parent) if self.stored else name,
                 next_step="copy or download the checkpoint again; config.json asks for this tensor",
             )
-        return found
+        return tensor
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds it."""
         return self._find(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The stored shape."""
         return self._get(name).shape
 
     def source_bytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
-        return sum(math.prod(each.shape) * _width(each) for each in self.stored.values())
+        return sum(math.prod(tensor.shape) * _width(tensor) for tensor in self.stored.values())
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
         """Rows as float32; every value is a finite number."""
-        found = self._get(name)
-        rows, *rest = found.shape or (1,)
+        tensor = self._get(name)
+        rows, *rest = tensor.shape or (1,)
         count = rows - start if count is None else min(count, rows - start)
         per_row = math.prod(rest)
-        width = _width(found)
-        with found.file.open("rb", buffering=0) as file:
+        width = _width(tensor)
+        with tensor.file.open("rb", buffering=0) as file:
             raw = np.fromfile(
                 file,
-                DTYPES[found.dtype],
+                DTYPES[tensor.dtype],
                 count * per_row,
-                offset=self.offsets[found.name] + start * per_row * width,
+                offset=tensor.offset + start * per_row * width,
             )
-        values = raw if found.dtype == "F32" else _widen(raw, found.dtype)
-        _require_finite(values, found)
+        values = raw if tensor.dtype == "F32" else _widen(raw, tensor.dtype)
+        _require_finite(values, tensor)
         return values.reshape(count, *rest)
 
 
 def _widen(raw: NDArray[Any], dtype: str) -> Floats:
     if dtype == "BF16":  # the upper half of a float32: shifting is several times faster than converting
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is refused by name
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow is reported by _require_finite
         return raw.astype(np.float32)
 
 
@@ -125,7 +114,7 @@ def _width(tensor: StoredTensor) -> int:
 
 
 def _require_finite(values: Floats, tensor: StoredTensor) -> None:
-    # A sum of squares is finite only when every value is; one cheap pass decides the usual case.
+    # A finite sum of squares proves that every value is finite; one cheap pass decides the usual case.
     with np.errstate(over="ignore", invalid="ignore"):
         flat = values.reshape(-1)
         if np.isfinite(np.dot(flat, flat)) or np.isfinite(values).all():
@@ -148,21 +137,13 @@ def open_tensors(folder: Path, *, aliases: Mapping[str, tuple[str, ...]] | None 
             where=str(folder),
             next_step="copy model.safetensors into it, or pass --random-weights for speed and size only",
         )
-    offsets: dict[str, int] = {}
-    for file in sorted({tensor.file for tensor in stored.values()}):
-        with file.open("rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            header = json.loads(handle.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                offsets[name] = 8 + length + entry["data_offsets"][0]
     prefixed = {name.split(".", 1)[-1]: name for name in stored}
-    return CheckpointTensors(stored=stored, offsets=offsets, prefixed=prefixed, aliases=aliases or {})
+    return CheckpointTensors(stored=stored, prefixed=prefixed, aliases=aliases or {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomTensors:
-    """Seeded weights for any known architecture: right for size and speed, meaningless for accuracy."""
+    """Seeded random weights: valid for size and speed, meaningless for accuracy."""
 
     shapes: Mapping[str, tuple[int, ...]]
     seed: int = 0
@@ -170,20 +151,17 @@ class RandomTensors:
     num_values: int | None = None  # without counting a shared tensor under each of its names
 
     def has(self, name: str) -> bool:
-        """Whether the architecture has it."""
         return name in self.shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape."""
         return self.shapes[name]
 
     def source_bytes(self) -> int:
-        """Bytes as float32."""
         every_name = sum(math.prod(shape) for shape in self.shapes.values())
         return 4 * (every_name if self.num_values is None else self.num_values)
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
-        """Rows, the same whatever part of the tensor is asked for first."""
+        """Rows as float32, independent of the range and order of reads."""
         rows, *rest = self.shapes[name] or (1,)
         count = rows - start if count is None else min(count, rows - start)
         if not rest:  # biases are 0 and norm gains 1
@@ -193,7 +171,7 @@ class RandomTensors:
         width = math.prod(rest)
         spread = np.float32(0.02 * 3**0.5)
         parts = []
-        for row in range(start, start + count):  # a stream for each row, so that any range can be had alone
+        for row in range(start, start + count):  # a stream for each row: any range reads alone
             stream = np.random.Generator(
                 np.random.Philox(key=int.from_bytes(seed[:8], "little"), counter=[0, 0, 0, row])
             )

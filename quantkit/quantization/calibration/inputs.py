@@ -16,8 +16,7 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model import linears
-from quantkit.model.families.decoders import family_of
-from quantkit.model.names import checkpoint_name
+from quantkit.model.names import modules_by_name
 from quantkit.quantization.calibration import statistics as running
 from quantkit.quantization.calibration import store
 from quantkit.quantization.calibration.replay import Ints, Recording, is_same_call, record
@@ -89,11 +88,7 @@ def open_subject(
     assert batch >= 1, batch
     unknown = frozenset().union(*wanted.values()) - set(running.WANTS)
     assert not unknown, f"no such statistics: {sorted(unknown)}"
-    row = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
-    family = row[1] if row else None
-    named = {
-        checkpoint_name(path, family): child for path, child in module.named_modules(remove_duplicate=False)
-    }
+    named = modules_by_name(module)
     missing = [name for name in (*wanted, *blocks) if name not in named]
     assert not missing, f"the model has no modules {missing[:4]}"
     first: dict[int, str] = {}
@@ -130,7 +125,7 @@ def _check_ids(module: nn.Module, tokens_BT: Ints) -> None:
 def _width(module: nn.Module) -> int:
     kind = linears.kind_of(module)
     assert kind is not None, type(module).__name__
-    return linears.shape_OI(module, kind)[1]
+    return linears.weight_OI(module, kind).shape[1]
 
 
 def record_calls(subject: Subject) -> Mapping[int, Recording]:

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.model.families.decoders import family_of
 from quantkit.model.load import Source
 from quantkit.model.model_map import Layer, ModelMap, Role
-from quantkit.model.names import checkpoint_name
+from quantkit.model.names import modules_by_name
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.progress import Progress
@@ -52,13 +51,9 @@ def weigh(
 ) -> GradientsFile | str:
     """What was seen of the gradients at their outputs, or why nothing can be."""
     tokens_BT = tokens_BT[:: -(-len(tokens_BT) // recipe.calibration.gradient_windows)]
-    row = family_of(model_map.model_type)
     with progress.stage("weights of outputs", total=int(tokens_BT.size), unit="tokens") as count:
         module = torch_model(source, model_map, weights)
-        named = {
-            checkpoint_name(path, row[1] if row else None): child
-            for path, child in module.named_modules(remove_duplicate=False)
-        }
+        named = modules_by_name(module)
         try:
             return collect_gradients(
                 module,

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import family_of
 from quantkit.model.model_map import ModelMap
-from quantkit.model.names import checkpoint_name
+from quantkit.model.names import modules_by_name
 from quantkit.quantization.calibration.replay import Ints, first_input, head_left_out
 
 
@@ -25,7 +24,6 @@ def quick_peaks(
     module: nn.Module, model_map: ModelMap, tokens_BT: Ints, matrices: Collection[str]
 ) -> dict[str, NDArray[np.float32]]:
     """Matrix -> the largest magnitude of each channel of its input; one that was never called is missing."""
-    row = family_of(model_map.model_type)
     peaks: dict[str, torch.Tensor] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -43,8 +41,7 @@ def quick_peaks(
         return hook
 
     handles = []
-    for path, child in module.named_modules():
-        name = checkpoint_name(path, row[1] if row else None)
+    for name, child in modules_by_name(module).items():
         if name in matrices:
             handles.append(child.register_forward_pre_hook(watch(name), with_kwargs=True))
     try:

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.generate import Sampling
 
 ABSENT = "lm_eval is not installed: pip install 'quantkit-onnx[lm-eval]'"

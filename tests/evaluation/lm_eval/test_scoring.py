@@ -15,7 +15,7 @@ from quantkit.errors import InputError
 from quantkit.evaluation.lm_eval import scoring
 from quantkit.evaluation.lm_eval.command import run, with_model
 from quantkit.evaluation.lm_eval.scoring import last_logits, rolling_windows, score_continuations, until
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.decoder import open_decoder
 
 MAX_LENGTH = 24

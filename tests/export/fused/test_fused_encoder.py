@@ -23,7 +23,7 @@ from quantkit.errors import InputError
 from quantkit.export.check import check_models
 from quantkit.export.fused.encoder import HEADS, depths, emit_encoder, why_not_encoder
 from quantkit.export.graph import METADATA_KEY, save
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.simulate import fake_quantize
 

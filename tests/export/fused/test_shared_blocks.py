@@ -14,7 +14,7 @@ import pytest
 import torch
 from exporting import NOTHING, build_tiny, error, export
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.model.model_map import FFN_ROLES
 from quantkit.plan.cost.specification import specify

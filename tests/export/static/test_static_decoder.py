@@ -15,7 +15,7 @@ from quantkit.errors import InputError
 from quantkit.export.static.decoder import StaticShape, why_not_static
 from quantkit.export.static.qdq import Bits
 from quantkit.export.static.value_grid import ValueGrid
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.pipeline.static_recipe import settle_static
 from quantkit.recipe import Recipe, override

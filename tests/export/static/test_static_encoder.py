@@ -24,7 +24,7 @@ from quantkit.export.graph import save
 from quantkit.export.static.encoder import emit_static_encoder, why_not_static_encoder
 from quantkit.export.static.qdq import Bits, quantize_static
 from quantkit.export.static.ranges import showing_ranges
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.pipeline.export_static import encoder_texts
 from quantkit.pipeline.quantize import quantize as quantize_whole

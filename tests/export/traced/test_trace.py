@@ -25,7 +25,7 @@ from quantkit.export.graph import save
 from quantkit.export.traced import trace as tracing
 from quantkit.export.traced.lower import integer_projections, lower
 from quantkit.export.traced.trace import trace, why_not_trace
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.simulate import fake_quantize
 

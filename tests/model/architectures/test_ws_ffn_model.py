@@ -13,7 +13,7 @@ import transformers
 
 from quantkit.errors import InputError
 from quantkit.model.architectures.register import OWN_MODELS
-from quantkit.model.architectures.ws_ffn_model import WsFfnConfig, WsFfnForCausalLM
+from quantkit.model.architectures.ws_ffn import WsFfnConfig, WsFfnForCausalLM
 from quantkit.model.inspect import inspect
 
 SIZES = {

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from exporting import build_tiny, error
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.load import open_source
-from quantkit.model.weights.open import reference_answer_logits
+from quantkit.model.reference import reference_answer_logits
 
 IDS = np.random.default_rng(0).integers(3, 60, (2, 9))
 ANSWER = np.random.default_rng(1).integers(3, 60, (2, 5))

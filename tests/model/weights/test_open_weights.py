@@ -12,17 +12,12 @@ from exporting import build_tiny
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, tokenizer_files
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
-from quantkit.model.weights.open import (
-    config_for_artifact,
-    make_fast_tokenizer,
-    open_weights,
-    reference_logits,
-    tokenizer_files,
-    with_weights,
-)
+from quantkit.model.reference import reference_logits
+from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import RandomTensors
 from quantkit.pipeline.export import require_tensors
 from quantkit.plan.formats import in_blocks

@@ -1,20 +1,16 @@
-"""Models rebuilt from tensors: the real modules with other weights, and folders that transformers loads."""
+"""Models rebuilt from tensors: the real modules with other weights."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from doubles import logits_of, make_subject, subject
 from exporting import error
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
-from quantkit.model.load import model_class
-from quantkit.model.weights.torch_model import torch_model, write_folder
+from quantkit.model.families import FAMILIES
+from quantkit.model.weights.torch_model import torch_model
 from quantkit.quantization.transforms import TRANSFORMS
-
-WITHOUT_STRUCTURE = ("permutation", "head_hadamard")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -59,28 +55,6 @@ def test_shared_parameters_are_shared(tmp_path):
         )
         module = torch_model(given.source, model_map, tensors)
         assert module.get_submodule(first).weight is not module.get_submodule(second).weight
-
-
-@pytest.mark.parametrize("name", WITHOUT_STRUCTURE)
-@pytest.mark.parametrize("family", ["bloom", "t5", "bert", "albert", "gpt2"])
-def test_a_written_folder_is_the_changed_model(family, name, tmp_path):
-    given = subject(family, 0, tmp_path / "model")
-    model_map, tensors = TRANSFORMS[name].apply(given.map, given.tensors)
-    written = write_folder(given.source, model_map, tensors, tmp_path / "changed")
-    row = FAMILIES[family]
-    model = model_class(row.tiny_class).from_pretrained(written.folder, dtype=torch.float64).eval()
-    assert error(logits_of(model), given.logits).relative < 1e-4
-    stored = model.state_dict()
-    other = torch_model(given.source, given.map, given.tensors).state_dict()
-    assert any(not np.allclose(stored[key], other[key].double(), atol=1e-3) for key in stored)
-
-
-def test_a_changed_structure_is_not_written(tmp_path):
-    given = subject("gpt2", 0, tmp_path / "model")
-    changed = TRANSFORMS["hadamard"].apply(given.map, given.tensors, unties_head=True)
-    with pytest.raises(InputError, match="structure"):
-        write_folder(given.source, *changed, tmp_path / "changed")
-    assert not (tmp_path / "changed").exists()
 
 
 def test_a_missing_tensor_is_named(tmp_path):

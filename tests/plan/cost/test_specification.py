@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tracing import build_tiny
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.model.model_map import Attention, ModelMap, PositionKind, Residual, Role, to_json
 from quantkit.plan.cost.roofline import times_us

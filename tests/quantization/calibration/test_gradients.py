@@ -7,7 +7,7 @@ import pytest
 import torch
 from exporting import build_tiny
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.quantization.calibration import NotPlainError, collect_gradients
 
 TOKENS = np.random.default_rng(0).integers(1, 60, (3, 11))

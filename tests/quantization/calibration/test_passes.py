@@ -17,7 +17,7 @@ from exporting import build_tiny
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.quantization.calibration import collect, open_statistics, read_evidence, store
 
 TOKENS = np.random.default_rng(0).integers(1, 60, (5, 13))

@@ -10,7 +10,7 @@ from exporting import build_tiny
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.model.model_map import to_json
 from quantkit.quantization.transforms.spaces import require_spaces, spaces_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from exporting import NOTHING, build_tiny, error, write_model
 
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights

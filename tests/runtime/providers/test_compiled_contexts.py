@@ -16,7 +16,7 @@ from exporting import build_tiny
 from static_graphs import emit_both, round_both
 
 from quantkit.export.static.qdq import Bits
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.providers import compiled
 from quantkit.runtime.providers.placement import feeds_of
 from quantkit.runtime.providers.table import PROVIDERS, RELU_MODEL, plugin_devices

@@ -13,7 +13,7 @@ from static_graphs import emit_both, round_both
 import quantkit
 from quantkit.errors import InputError
 from quantkit.export.static.qdq import Bits
-from quantkit.model.families.decoders import FAMILIES
+from quantkit.model.families import FAMILIES
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt
 from quantkit.runtime.tokenizer import open_text

@@ -1,0 +1,60 @@
+"""The reference: the float32 model in transformers, which quantized models are compared with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from quantkit.model.load import Source, named_class
+
+Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+AnswerLogits = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+
+
+def reference_model(source: Source) -> Any:
+    """The model of the folder in float32 and evaluation mode."""
+    assert source.folder is not None
+    cls = named_class(source) or transformers.AutoModelForCausalLM
+    # The fused attention kernel of transformers 4.57 leaves out Gemma 2's cap on attention scores.
+    capped = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
+    model = cls.from_pretrained(str(source.folder), dtype=torch.float32, use_safetensors=True, **capped)
+    return model.eval()
+
+
+def reference_logits(source: Source) -> Logits:
+    """The reference as a function of token ids."""
+    run = _logits_of(reference_model(source))
+    return lambda ids: run(input_ids=ids)
+
+
+def reference_answer_logits(source: Source) -> AnswerLogits:
+    """An encoder-decoder reference as a function of encoder ids and decoder ids."""
+    run = _logits_of(reference_model(source))
+    return lambda encoder_ids, ids: run(input_ids=encoder_ids, decoder_input_ids=ids)
+
+
+def _logits_of(model: Any) -> Callable[..., NDArray[np.float32]]:
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if has_cache else {}
+
+    def run(**ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            outputs = model(**{name: torch.from_numpy(values) for name, values in ids.items()}, **options)
+        logits = outputs.logits if "logits" in outputs else outputs[0]  # no head: the last hidden states
+        values: NDArray[np.float32] = logits.float().numpy()
+        return values
+
+    return run
+
+
+def new_cache() -> Any:
+    """An empty KV cache of an encoder-decoder model."""
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
