@@ -29,10 +29,26 @@ DTYPES: dict[str, Any] = {  # as safetensors spells them
     "U8": np.uint8,
     "U16": np.uint16,
 }
+Part = tuple[str, NDArray[Any]]  # some rows of a tensor, after its earlier ones
 HALVES = ("high", "low")  # of codes of 16 bits
 LARGEST_GROUP_BLOCK = 64  # of a block-diagonal weight whose scheme has no blocks
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
 assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
+
+
+def weight_name(layer: Layer) -> str:
+    """The checkpoint's tensor that holds the projection."""
+    return f"{layer.tied_to or layer.matrix}.weight"
+
+
+def run_starts(rows: Rows) -> range:
+    """First rows of the runs of a projection's rows in its stored matrix."""
+    return range(rows.start, rows.start + rows.stride * rows.count, rows.stride)
+
+
+def rows_of(rows: Rows) -> NDArray[np.int64]:
+    """Indices of a projection's rows in its stored matrix [out, in], in the projection's order."""
+    return (np.array(run_starts(rows))[:, None] + np.arange(rows.length)).reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +66,7 @@ class TensorSpec:
 
 
 def planned_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes that tensors take, from their shapes alone."""
+    """Bytes of tensors, from their shapes alone."""
     return sum(spec.num_bytes for spec in specs)
 
 
@@ -318,9 +334,7 @@ def _pack_as_stored(model_map: ModelMap, formats: Mapping[str, Format | None]) -
             replace(layer, rows=Rows(start=start, length=layer.rows.length, stride=layer.rows.length))
             for layer in model_map.layers
             if layer.matrix == matrix
-            for start in range(
-                layer.rows.start, layer.rows.start + layer.rows.stride * layer.rows.count, layer.rows.stride
-            )
+            for start in run_starts(layer.rows)
         ]
         runs = [
             replace(run, out_features=run.rows.length) for run in sorted(runs, key=lambda r: r.rows.start)
@@ -346,20 +360,3 @@ def _pack_name(layers: list[Layer]) -> str:
         return first.matrix
     parent = first.name.rsplit(".", 1)[0]
     return f"{parent}.{'+'.join(layer.name.rsplit('.', 1)[-1] for layer in layers)}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """What calibration saw of one matrix's input; None where it was not asked for."""
-
-    num_rows: int  # tokens
-    second_moment_II: NDArray[np.float32] | None = None  # mean over tokens of x x^T
-    peak_I: NDArray[np.float32] | None = None  # largest magnitude of each channel
-    mean_I: NDArray[np.float32] | None = None
-    mean_magnitude_I: NDArray[np.float32] | None = None
-    low: float | None = None  # range of the whole input
-    high: float | None = None
-    quantiles: Mapping[str, tuple[float, float]] | None = None  # "99.9", "mse8", "mse16" -> (low, high)
-    sample_TI: NDArray[np.float32] | None = None  # some tokens, drawn with a seed
-    gradient_OO: NDArray[np.float32] | None = None  # of the gradients at one projection's outputs
-    num_gradients: int = 0  # tokens that it is of

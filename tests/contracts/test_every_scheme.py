@@ -39,10 +39,10 @@ def original(tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(original, tmp_path_factory):
     """Each scheme's folder and what was exported, made once."""
-    made, evidence = {}, observe(original[2], IDS)
+    made, statistics = {}, observe(original[2], IDS)
     for name in SCHEMES:
         folder = tmp_path_factory.mktemp(name)
-        made[name] = (folder, export(original[0], folder, scheme=name, statistics=evidence))
+        made[name] = (folder, export(original[0], folder, scheme=name, statistics=statistics))
     return made
 
 

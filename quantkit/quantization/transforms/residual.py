@@ -1,8 +1,9 @@
-"""The residual stream: what writes it, what reads it, and which changes of basis it lets through.
+"""The residual stream: its writers, its readers, and the changes of basis that it permits.
 
 It is one space for the whole model, since every block adds to the same vector; an encoder and a decoder that
 share a token table share it too. A permutation needs only that every writer and reader is known. A rotation
-needs norms that do not see it: RMS norms without gain, or layer norms whose centring went into the writers.
+needs norms that are invariant to it: RMS norms without gain, or layer norms whose centring went into the
+writers.
 https://arxiv.org/abs/2401.15024 (LayerNorm as RMSNorm), https://arxiv.org/abs/2404.00456
 """
 
@@ -41,7 +42,7 @@ assert set(READING_ROLES + WRITING_ROLES) < set(ATTENTION_ROLES + FFN_ROLES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ends:
-    """The projections outside of blocks by what they do, and what no fact describes."""
+    """The projections outside of blocks by their use of the stream, and those of unknown use."""
 
     entering: tuple[Layer, ...]
     leaving: tuple[Layer, ...]
@@ -51,12 +52,12 @@ class _Ends:
 
 
 def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
-    """The stream of the whole model; its norms' outputs say which gains can be folded."""
+    """The residual stream of the whole model; `norm_outputs` show which gains can be folded."""
     width = model_map.hidden_size or 0
     ends = _ends_of(model_map)
     head = next((layer for layer in model_map.layers if layer.role is Role.LM_HEAD), None)
     entering = {layer.matrix for layer in ends.entering}
-    # A norm that feeds the projection into the stream says that every table lies before it.
+    # Where a norm feeds the projection into the stream, every table lies before that norm.
     lie_before = any(entering & set(norm.feeds) for norm in model_map.norms)
     tables = [
         table
@@ -96,7 +97,7 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
 
 
 def strays_of(model_map: ModelMap) -> tuple[Layer, ...]:
-    """Projections outside of blocks of which no fact says what they read and write."""
+    """Projections outside of blocks whose input and output are unknown."""
     names = tuple(_outer_uses(model_map))
     return tuple(
         layer
@@ -109,28 +110,28 @@ def _ends_of(model_map: ModelMap) -> _Ends:
     facts = _outer_uses(model_map)
     others = [layer for layer in model_map.layers if layer.role is Role.OTHER]
 
-    def doing(what: OuterUse) -> tuple[Layer, ...]:
-        names = tuple(name for name, done in facts.items() if done == what)
+    def used_as(use: OuterUse) -> tuple[Layer, ...]:
+        names = tuple(name for name, fact in facts.items() if fact == use)
         return tuple(layer for layer in others if not layer.block and _is_named(layer.name, names))
 
     strays = [layer.name for layer in others if layer.block]
     strays += [layer.name for layer in strays_of(model_map)]
     return _Ends(
-        entering=doing("enters"),
-        leaving=doing("leaves"),
-        staying=doing("stays"),
-        reading=doing("reads"),
-        strays=(*strays, *(each.name for each in model_map.unmapped)),
+        entering=used_as("enters"),
+        leaving=used_as("leaves"),
+        staying=used_as("stays"),
+        reading=used_as("reads"),
+        strays=(*strays, *(entry.name for entry in model_map.unmapped)),
     )
 
 
 def _outer_uses(model_map: ModelMap) -> Mapping[str, OuterUse]:
-    """What the family's row says of projections outside of blocks."""
+    """Uses of projections outside of blocks, from the family's row."""
     return FAMILIES[model_map.family].other if model_map.family else {}
 
 
-def _is_named(name: str, known: Sequence[str]) -> bool:
-    return any(name == each or name.endswith(f".{each}") for each in known)
+def _is_named(name: str, suffixes: Sequence[str]) -> bool:
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
 
 
 def _is_on_the_stream(model_map: ModelMap, norm: Norm, ends: _Ends, width: int) -> bool:
@@ -151,7 +152,7 @@ def _why_unknown(
     readers: Sequence[Layer],
     writers: Sequence[Layer],
 ) -> str | None:
-    """Why not even a permutation can be told to everything that touches the stream."""
+    """The reason against any change of basis: a reader or writer of the stream is unknown."""
     wrong = [layer.name for layer in readers if layer.in_features != model_map.hidden_size]
     wrong += [layer.name for layer in writers if layer.out_features != model_map.hidden_size]
     token_tables = [table.name for table in model_map.embeddings if table.kind is EmbeddingKind.TOKEN]
@@ -169,7 +170,7 @@ def _why_unknown(
 def _why_not_rotated(
     model_map: ModelMap, norms: Sequence[Norm], readers: Sequence[Layer], norm_outputs: Sequence[Space]
 ) -> tuple[str | None, bool]:
-    """(why a rotation would change the function, whether the head must be untied for it)."""
+    """(reason against a rotation, whether the head must be untied for it)."""
     placements = {block.norm_placement for block in model_map.blocks}
     if NormPlacement.POST in placements:
         return "post-norms: their gains scale the residual itself and have no reader to go into alone", False

@@ -181,7 +181,7 @@ def test_statistics_are_those_of_all_calls_one_after_another(name, tmp_path):
     statistics = collect(
         model,
         tokens,
-        wanted={shared.matrix: frozenset({"peak", "mean"})},
+        requested={shared.matrix: frozenset({"peak", "mean"})},
         blocks=(),
         folder=tmp_path,
         batch=2,
