@@ -95,7 +95,7 @@ def test_shared_inputs_are_stored_once(tmp_path):
         "model.layers.0.self_attn.k_proj": frozenset({"peak"})
     }
     statistics = run(model, tmp_path, wanted=wanted, blocks=["model.layers.0", "model.layers.1"])
-    entries = {name: statistics.located[name].entry for name in matrices}
+    entries = {name: statistics.located[name][1] for name in matrices}
     assert len(set(entries.values())) == 2 * 4
     assert entries[matrices[0]] == entries[matrices[1]] == entries[matrices[2]] != entries[matrices[3]]
     assert entries[matrices[4]] == entries[matrices[5]] != entries[matrices[6]]
@@ -319,7 +319,7 @@ def test_finished_statistics_are_taken_and_others_are_not(tmp_path):
     keys.add(run(model, tmp_path, wanted={"lm_head": ALL}).key)
     assert len(keys) == 5
     assert calls
-    assert open_statistics(tmp_path).wanted == {"lm_head": ALL}
+    assert open_statistics(tmp_path).requested == {"lm_head": ALL}
     assert (tmp_path / "notes.txt").exists()
 
 
