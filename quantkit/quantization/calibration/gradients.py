@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from quantkit.quantization.calibration import running, store
 from quantkit.quantization.calibration.inputs import BLOCKS
+from quantkit.quantization.calibration.passes import Reporter
 from quantkit.quantization.calibration.recording import Recording, record_calls
 from quantkit.quantization.calibration.replay import (
     NotBlockwiseError,
@@ -75,7 +76,7 @@ def collect_gradients(
         raise NotBlockwiseError(recording.problem)
     back = _Backward(module=module, windows=windows, recording=recording, folder=folder)
     located: dict[str, tuple[int, str]] = {}
-    reported, total, num_blocks = 0, int(tokens_BT.size), len(recording.blocks)
+    reporter, num_blocks = Reporter(progress=progress, num_tokens=int(tokens_BT.size)), len(recording.blocks)
     with torch.no_grad():
         back.write_hidden_states()
         random = torch.Generator().manual_seed(seed)
@@ -85,16 +86,14 @@ def collect_gradients(
             if finished:
                 store.write_part(folder, number, finished)
             located |= {name: (number, name) for name in finished}
-            share = total * (num_blocks - number) // num_blocks
-            progress(share - reported)
-            reported = share
+            reporter.reach((num_blocks - number) / num_blocks)
     store.write_index(
         folder,
         key=key,
         way=BLOCKS,
         requested=requested,
         located=located,
-        num_tokens=total,
+        num_tokens=int(tokens_BT.size),
         is_finished=True,
     )
     store.clear_hidden(folder)

@@ -31,9 +31,8 @@ def apply_change(
     """The model with each named space in another basis; tensors are computed when they are read."""
     spaces = {space.name: space for space in require_spaces(model_map)}
     for name, basis in changes.items():
-        require_permitted(model_map, spaces, name, basis.kind, unties_head=unties_head)
-        width = spaces[name].width
-        assert basis.width == width, f"{name} is {width} wide, the change {basis.width}"
+        space = require_permitted(model_map, spaces, name, basis.kind, unties_head=unties_head)
+        assert basis.width == space.width, f"{name} is {space.width} wide, the change {basis.width}"
     residual = spaces["residual"]
     if "residual" in changes and changes["residual"].kind == "orthogonal":
         model_map, source = fold(

@@ -17,7 +17,7 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import BasisKind, Order, Permutation, Space, head_permutation
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_spaces
+from quantkit.quantization.transforms.spaces import require_known, require_spaces
 
 Orders = Callable[[str, int], Order]  # name of the order, number of places -> order
 
@@ -47,13 +47,13 @@ def permute(
             where=model_map.name,
             next_step="choose another transform for this model",
         )
+    for name in chosen:
+        require_known(model_map, known, name)
     changes = {
         name: _order(known[name], orders or _seeded(seed, number, known[name]), moves_heads=moves_heads)
         for number, name in enumerate(chosen)
-        if name in known
     }
-    unknown = {name: Permutation(order_I=np.arange(0)) for name in chosen if name not in known}
-    return apply_change(model_map, source, {**changes, **unknown}, unties_head=unties_head, dtype=dtype)
+    return apply_change(model_map, source, changes, unties_head=unties_head, dtype=dtype)
 
 
 def _kind_for(space: Space, moves_heads: bool) -> BasisKind:

@@ -9,7 +9,7 @@ https://arxiv.org/abs/2211.10438, https://arxiv.org/abs/2306.00978
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from quantkit.quantization.transforms.basis import Basis, Diagonal, Doubles, Spa
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.draft import opened, row_chunks
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_spaces
+from quantkit.quantization.transforms.spaces import require_known, require_spaces
 
 Rule = Literal["smoothquant", "awq"]
 ChannelStatistics = Mapping[str, NDArray[Any]]  # matrix -> one value for each channel of its input
@@ -41,35 +41,30 @@ def smooth(
     dtype: Any = np.float32,
     alpha: float | Mapping[str, float | None] = DEFAULT_ALPHA,
     rule: Rule = "smoothquant",
-    spaces: Collection[str] | None = None,
     **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
-    """Scale these spaces, or all that permit it and whose readers have statistics.
+    """Scale all spaces that permit it and whose readers have statistics.
 
-    `statistics` holds peaks for "smoothquant" and mean magnitudes for "awq". With a mapping for `alpha`, a
-    space that it lacks or gives None stays as it is.
+    `statistics` holds peaks for "smoothquant" and mean magnitudes for "awq". A mapping for `alpha` names the
+    spaces; one with None stays as it is.
     """
-    known = {space.name: space for space in require_spaces(model_map)}
-    chosen = list(spaces) if spaces is not None else smoothable(model_map, unties_head=unties_head)
-    strengths = alpha if isinstance(alpha, Mapping) else dict.fromkeys(chosen, alpha)
+    spaces = {space.name: space for space in require_spaces(model_map)}
+    permitting = smoothable(model_map, unties_head=unties_head)
+    strengths = alpha if isinstance(alpha, Mapping) else dict.fromkeys(permitting, alpha)
     tensors = opened(model_map, source, dtype)
     changes: dict[str, Basis] = {}
-    for name in chosen:
-        strength, space = strengths.get(name), known.get(name)
-        if strength is None:
-            continue
-        input_I = pooled_statistic(model_map, space, statistics or {}) if space else None
-        if space is None:
-            changes[name] = Diagonal(factors_I=np.ones(0))  # refused by name
-        elif input_I is not None:
+    for name, strength in strengths.items():
+        space = require_known(model_map, spaces, name)
+        input_I = pooled_statistic(model_map, space, statistics or {})
+        if strength is not None and input_I is not None:
             weight_I = weight_peaks(model_map, tensors, space) if rule == "smoothquant" else None
             changes[name] = Diagonal(factors_I=1 / smoothing_scales(input_I, weight_I, strength))
-    is_left_alone = isinstance(alpha, Mapping) and all(strengths.get(name) is None for name in chosen)
+    is_left_alone = isinstance(alpha, Mapping) and all(strength is None for strength in alpha.values())
     if not changes and not is_left_alone:
         raise InputError(
             "no space of it can be smoothed with these statistics",
             where=model_map.name,
-            allowed=", ".join(smoothable(model_map, unties_head=unties_head)) or "none permits scales",
+            allowed=", ".join(permitting) or "none permits scales",
             next_step="calibrate the matrices that read these spaces, or choose another transform",
         )
     return apply_change(model_map, tensors, changes, unties_head=unties_head, dtype=dtype)

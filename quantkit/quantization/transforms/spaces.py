@@ -66,15 +66,19 @@ def require_spaces(model_map: ModelMap) -> tuple[Space, ...]:
     return spaces
 
 
-def require_permitted(
-    model_map: ModelMap, spaces: Mapping[str, Space], name: str, kind: BasisKind, *, unties_head: bool
-) -> None:
-    """Refuse an unknown space, and a change of basis that the space forbids."""
-    space = spaces.get(name)
-    if space is None:
+def require_known(model_map: ModelMap, spaces: Mapping[str, Space], name: str) -> Space:
+    if name not in spaces:
         raise InputError(
             f"it has no space '{name}'", where=model_map.name, allowed=", ".join(spaces), next_step="name one"
         )
+    return spaces[name]
+
+
+def require_permitted(
+    model_map: ModelMap, spaces: Mapping[str, Space], name: str, kind: BasisKind, *, unties_head: bool
+) -> Space:
+    """The space, if it is known and permits this change of basis."""
+    space = require_known(model_map, spaces, name)
     allowed = space.permits | (space.permits_untied if unties_head else frozenset())
     if kind not in allowed:
         raise InputError(
@@ -83,6 +87,7 @@ def require_permitted(
             allowed=", ".join(sorted(allowed)) or "none in this space",
             next_step=UNTIE if kind in space.permits_untied else "leave this space out",
         )
+    return space
 
 
 def _reasons(

@@ -113,7 +113,7 @@ def test_weight_peaks_are_over_all_readers_however_they_are_stored(gpt2, llama):
 def test_a_gate_is_not_scaled(llama):
     block = "model.layers.0"
     statistics = {f"{block}.mlp.down_proj": np.arange(1.0, 49.0)}
-    _, tensors = smooth(llama.map, llama.tensors, statistics=statistics, spaces=[f"{block}.ffn_hidden"])
+    _, tensors = smooth(llama.map, llama.tensors, statistics=statistics, alpha={f"{block}.ffn_hidden": 0.5})
     for name, is_changed in (("gate", False), ("up", True), ("down", True)):
         full = f"{block}.mlp.{name}_proj.weight"
         assert np.array_equal(tensors.read(full), llama.tensors.read(full)) != is_changed
@@ -151,9 +151,9 @@ def test_what_was_not_seen_or_is_not_known_is_said(gpt2):
         smooth(gpt2.map, gpt2.tensors, statistics={})
     statistics = {layer.matrix: np.ones(layer.in_features) for layer in gpt2.map.layers}
     with pytest.raises(InputError, match="GELU"):
-        smooth(gpt2.map, gpt2.tensors, statistics=statistics, spaces=["transformer.h.0.ffn_hidden"])
+        smooth(gpt2.map, gpt2.tensors, statistics=statistics, alpha={"transformer.h.0.ffn_hidden": 0.5})
     with pytest.raises(InputError, match="no space 'nothing'"):
-        smooth(gpt2.map, gpt2.tensors, statistics=statistics, spaces=["nothing"])
+        smooth(gpt2.map, gpt2.tensors, statistics=statistics, alpha={"nothing": 0.5})
 
 
 @pytest.mark.parametrize("rule", ["smoothquant", "awq"])
