@@ -64,7 +64,7 @@ def _parts(model_map: ModelMap, block: Block) -> tuple[dict[Role, Layer], Layer]
 
 
 def weight_of(tensors: TensorSource, layer: Layer) -> NDArray[np.float32]:
-    """A projection's own rows [O, I], whatever is fused with it and whichever way round it is stored."""
+    """A projection's own rows [O, I] from a stored matrix that may be fused or transposed."""
     stored = tensors.read(weight_name(layer))
     stored_OI = stored.T if LINEARS[layer.stored_as].is_transposed else stored
     return stored_OI[rows_of(layer.rows)] if layer.is_fused else stored_OI

@@ -1,4 +1,4 @@
-"""Modules of a torch model by their checkpoint names, and hooks on what they read."""
+"""Modules of a torch model by their checkpoint names, and hooks on their inputs."""
 
 from __future__ import annotations
 

@@ -87,17 +87,17 @@ def collect_gradients(
                 store.write_part(folder, number, finished)
             located |= {name: (number, name) for name in finished}
             reporter.reach((num_blocks - number) / num_blocks)
-    store.write_index(
-        folder,
+    file = store.StatisticsFile(
+        folder=folder,
         key=key,
         way=BLOCKS,
         requested=requested,
         located=located,
         num_tokens=int(tokens_BT.size),
-        is_finished=True,
     )
+    store.write_index(file, is_finished=True)
     store.clear_hidden(folder)
-    return store.open_statistics(folder)
+    return file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

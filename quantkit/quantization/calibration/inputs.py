@@ -121,7 +121,7 @@ def open_run(
 
 
 def shared_inputs(run: CalibrationRun, recording: Recording, way: str) -> list[SharedInput]:
-    """Matrices that read the same tensors in the same order share an input; one never called has its own."""
+    """Inputs of the pass; matrices that read the same tensors in the same order share one."""
     groups: dict[Any, list[str]] = {}
     for name, calls in recording.calls.items():
         shares = bool(calls) and way != APART

@@ -221,18 +221,15 @@ def _finish_part(
                 done.located[name] = part, shared.name
     if finished:
         store.write_part(run.folder, part, finished)
-    store.write_index(
-        run.folder,
+    file = store.StatisticsFile(
+        folder=run.folder,
         key=run.key,
         way=done.way if done.way == BLOCKS else f"{WHOLE}: {done.reason}",
         requested=run.requested,
         located=done.located,
         num_tokens=int(run.tokens_BT.size),
-        is_finished=part == last,
-        kind=done.way,
-        reason=done.reason,
-        done=part + 1,
     )
+    store.write_index(file, is_finished=part == last, kind=done.way, reason=done.reason, done=part + 1)
     store.clear_hidden(run.folder, keep=None if part == last else part + 1)
 
 

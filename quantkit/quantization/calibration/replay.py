@@ -56,7 +56,7 @@ def forward(module: nn.Module, tokens_BT: Tokens) -> Any:
     config: Any = getattr(module, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         configs = (config, getattr(module, "generation_config", None))
-        starts = [getattr(each, "decoder_start_token_id", None) for each in configs]
+        starts = [getattr(settings, "decoder_start_token_id", None) for settings in configs]
         start_B1 = torch.full_like(ids_BT[:, :1], next((token for token in starts if token is not None), 0))
         inputs["decoder_input_ids"] = torch.cat([start_B1, ids_BT[:, :-1]], 1)
     if "use_cache" in inspect.signature(module.forward).parameters:

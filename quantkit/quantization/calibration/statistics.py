@@ -1,4 +1,4 @@
-"""Input statistics: what calibration knows of the input of one matrix, and the names that methods ask by.
+"""Input statistics: the results of calibration for the input of one matrix, and their names.
 
 A fit, a transform or an activation format names the statistics that it needs; one pass over the calibration
 text collects all of them. The record is plain numpy, so that whoever reads it needs no torch.

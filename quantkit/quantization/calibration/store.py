@@ -37,15 +37,19 @@ VALUES = {"range", "histogram"}  # statistics that are no arrays
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatisticsFile:
-    """The finished statistics of one model and one text."""
+    """The statistics of one model and one text."""
 
     folder: Path
     key: str
     way: str  # how the model was run: "blocks", or "whole" and the reason
     requested: Mapping[str, frozenset[str]]  # matrix -> names of statistics
     located: Mapping[str, tuple[int, str]]  # matrix -> (part, first matrix that reads the same input)
-    unreached: tuple[str, ...]  # matrices that no token came to
     num_tokens: int
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Matrices that no token came to."""
+        return tuple(matrix for matrix in self.requested if matrix not in self.located)
 
     def read(self, matrix: str) -> InputStatistics:
         """Statistics of one matrix's input; of an unreached matrix there are no rows."""
@@ -83,7 +87,6 @@ def open_statistics(folder: Path) -> StatisticsFile:
         way=index["way"],
         requested={matrix: frozenset(names) for matrix, names in index["wanted"].items()},
         located={matrix: (part, entry) for matrix, (part, entry) in index["located"].items()},
-        unreached=tuple(index["unreached"]),
         num_tokens=index["num_tokens"],
     )
 
@@ -107,31 +110,20 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index if is_ours else {}
 
 
-def write_index(
-    folder: Path,
-    *,
-    key: str,
-    way: str,
-    requested: Mapping[str, frozenset[str]],
-    located: Mapping[str, tuple[int, str]],
-    num_tokens: int,
-    is_finished: bool,
-    **resuming: Any,
-) -> None:
+def write_index(file: StatisticsFile, *, is_finished: bool, **resuming: Any) -> None:
     """Replace the index in one step; `resuming` holds whatever an interrupted run needs to continue."""
     index = {
         "format_version": FORMAT_VERSION,
-        "key": key,
-        "way": way,
-        "wanted": {name: sorted(names) for name, names in requested.items()},
-        "located": located,
-        "unreached": [name for name in requested if name not in located],
-        "num_tokens": num_tokens,
+        "key": file.key,
+        "way": file.way,
+        "wanted": {matrix: sorted(names) for matrix, names in file.requested.items()},
+        "located": file.located,
+        "num_tokens": file.num_tokens,
         "is_finished": is_finished,
         **resuming,
     }
-    with _replacing(folder / INDEX) as file:
-        file.write(json.dumps(index, sort_keys=True).encode())
+    with _replacing(file.folder / INDEX) as stream:
+        stream.write(json.dumps(index).encode())
 
 
 def write_part(folder: Path, part: int, entries: Mapping[str, Finished]) -> None:

@@ -38,8 +38,8 @@ def permute(
 
     `orders` gives every order in place of the seed.
     """
-    known = {space.name: space for space in require_spaces(model_map)}
-    permitting = [name for name, space in known.items() if _kind_for(space, moves_heads) in space.permits]
+    by_name = {space.name: space for space in require_spaces(model_map)}
+    permitting = [name for name, space in by_name.items() if _kind_for(space, moves_heads) in space.permits]
     chosen = permitting if spaces is None else spaces
     if not chosen:
         raise InputError(
@@ -48,9 +48,9 @@ def permute(
             next_step="choose another transform for this model",
         )
     for name in chosen:
-        require_known(model_map, known, name)
+        require_known(model_map, by_name, name)
     changes = {
-        name: _order(known[name], orders or _seeded(seed, number, known[name]), moves_heads=moves_heads)
+        name: _order(by_name[name], orders or _seeded(seed, number, by_name[name]), moves_heads=moves_heads)
         for number, name in enumerate(chosen)
     }
     return apply_change(model_map, source, changes, unties_head=unties_head, dtype=dtype)
@@ -81,11 +81,11 @@ def _order(space: Space, orders: Orders, *, moves_heads: bool) -> Permutation:
 
 def checked_order(order_I: Order, width: int, name: str) -> Order:
     """The order, if it names each of `width` places once; errors never show an order, which may be secret."""
-    given = np.asarray(order_I)
-    if given.shape != (width,):
+    order_I = np.asarray(order_I)
+    if order_I.shape != (width,):
         raise InputError(
-            f"an order of {given.size} places, and it has {width}", where=name, allowed=f"{width} places"
+            f"an order of {order_I.size} places, and it has {width}", where=name, allowed=f"{width} places"
         )
-    if given.dtype.kind not in "iu" or not np.array_equal(np.sort(given), np.arange(width)):
+    if order_I.dtype.kind not in "iu" or not np.array_equal(np.sort(order_I), np.arange(width)):
         raise InputError("no order: a place is missing or named twice", where=name, allowed="each place once")
-    return given.astype(np.int64)
+    return order_I.astype(np.int64)

@@ -56,8 +56,8 @@ def require_spaces(model_map: ModelMap) -> tuple[Space, ...]:
     """The spaces, or an error that lists every role that the map lacks."""
     spaces = spaces_of(model_map)
     if not spaces:
-        known = {layer.role for layer in model_map.layers}
-        missing = ", ".join(role for role in NEEDED_ROLES if role not in known)
+        roles = {layer.role for layer in model_map.layers}
+        missing = ", ".join(role for role in NEEDED_ROLES if role not in roles)
         raise InputError(
             f"no row in the families table, so it has no spaces: missing roles are {missing}",
             where=model_map.name,
@@ -224,7 +224,7 @@ def _value_heads(block: Block, attention: Attention, members: Sequence[Layer], s
         permits |= set() if has_head_bias else {"head_permutation"}
     given: dict[BasisKind, str] = {
         "orthogonal": "each head weighs its values with weights of its own, so heads cannot be mixed",
-        "head_permutation": "positions are told by a bias of each head, so heads are not alike",
+        "head_permutation": "each head has a position bias of its own, so heads cannot change places",
     }
     return Space(
         name=f"{block.name}.{'cross_' if cross else ''}value_heads",
