@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from quantkit.quantization.calibration import WANTS
+from quantkit.quantization.calibration.statistics import FIELDS
 
-ALL = frozenset(WANTS)
+ALL = frozenset(FIELDS)
 
 
 def everything(matrices) -> dict[str, frozenset[str]]:
@@ -48,25 +48,25 @@ def relative(made: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(made - wanted).max() / np.abs(wanted).max())
 
 
-def check(evidence, x_TI: np.ndarray, *, tolerance: float = 1e-6) -> None:
+def check(statistics, x_TI: np.ndarray, *, tolerance: float = 1e-6) -> None:
     """Every statistic against its definition."""
-    assert evidence.num_rows == len(x_TI)
-    assert relative(evidence.second_moment_II, x_TI.T @ x_TI / len(x_TI)) < tolerance
-    assert (evidence.second_moment_II == evidence.second_moment_II.T).all()
-    assert relative(evidence.peak_I, np.abs(x_TI).max(0)) < tolerance
-    assert np.abs(evidence.mean_I - x_TI.mean(0)).max() < tolerance * np.abs(x_TI).max()
-    assert relative(evidence.mean_magnitude_I, np.abs(x_TI).mean(0)) < tolerance
+    assert statistics.num_rows == len(x_TI)
+    assert relative(statistics.second_moment_II, x_TI.T @ x_TI / len(x_TI)) < tolerance
+    assert (statistics.second_moment_II == statistics.second_moment_II.T).all()
+    assert relative(statistics.peak_I, np.abs(x_TI).max(0)) < tolerance
+    assert np.abs(statistics.mean_I - x_TI.mean(0)).max() < tolerance * np.abs(x_TI).max()
+    assert relative(statistics.mean_magnitude_I, np.abs(x_TI).mean(0)) < tolerance
     ends = np.array([x_TI.min(), x_TI.max()])
-    assert relative(np.array([evidence.low, evidence.high]), ends) < tolerance
+    assert relative(np.array([statistics.low, statistics.high]), ends) < tolerance
     for level in ("99", "99.9"):
         part = float(level) / 100
         # The order statistics on both sides of the rank, and the width of a bin around them.
-        for made, rank in zip(evidence.quantiles[level], (1 - part, part), strict=True):
+        for made, rank in zip(statistics.quantiles[level], (1 - part, part), strict=True):
             below = np.quantile(x_TI, rank, method="lower")
             above = np.quantile(x_TI, min(1.0, rank + 1 / x_TI.size), method="higher")
             width = 2**-7 * max(abs(below), abs(above)) + 1e-12
             assert below - width <= made <= above + width
     num_sampled = min(512, len(x_TI))
-    assert evidence.sample_TI.shape == (num_sampled, x_TI.shape[1])
-    nearest = np.abs(evidence.sample_TI[:, None, :] - x_TI[None]).max(2).min(1)
+    assert statistics.sample_TI.shape == (num_sampled, x_TI.shape[1])
+    nearest = np.abs(statistics.sample_TI[:, None, :] - x_TI[None]).max(2).min(1)
     assert nearest.max() < tolerance * np.abs(x_TI).max(), "every sampled row is one of the rows"

@@ -79,7 +79,7 @@ def quantize(
     checkpoint = write_checkpoint(
         folder / "weights.safetensors",
         contents.tensors(),
-        quantized_parts(contents, source, transposed=TRANSPOSED),
+        quantized_parts(contents, source),
         description,
     )
     return Quantized(model_map, plan, contents, checkpoint, source, scheme)

@@ -17,7 +17,7 @@ from quantkit.model.model_map import Layer
 from quantkit.model.weights.open import open_weights
 from quantkit.pipeline.export import NOTHING, Exported, ExportJob, export_dynamic, write_companions
 from quantkit.plan.select import choose
-from quantkit.quantization.layout import Evidence
+from quantkit.quantization.calibration.statistics import InputStatistics
 
 DECODERS = (
     "gpt2",
@@ -75,14 +75,14 @@ def export(folder: Path, out: Path, *, scheme: str = "int8_block32", min_dim: in
     return exported
 
 
-def observe(model, ids: np.ndarray) -> Callable[[Layer], Evidence]:
+def observe(model, ids: np.ndarray) -> Callable[[Layer], InputStatistics]:
     """The range of every linear input on some tokens, by torch hooks alone."""
-    seen: dict[str, Evidence] = {}
+    seen: dict[str, InputStatistics] = {}
 
     def watch(name: str):
         def hook(_, inputs):
             x = inputs[0]
-            seen[name] = Evidence(num_rows=x[..., 0].numel(), low=float(x.min()), high=float(x.max()))
+            seen[name] = InputStatistics(num_rows=x[..., 0].numel(), low=float(x.min()), high=float(x.max()))
 
         return hook
 

@@ -40,8 +40,8 @@ class Artifact:
         report: Report | None = None,
     ) -> None:
         self.folder = Path(folder).expanduser()
-        self.recipe: Recipe = stored_recipe(self.folder)
-        self.threads = threads or self.recipe.measure.threads or read_cpu().num_threads
+        self.recipe: Recipe = with_options(stored_recipe(self.folder), {"threads": threads})
+        self.threads = self.recipe.measure.threads or read_cpu().num_threads
         self._provider = provider
         self._report = report
 

@@ -13,7 +13,7 @@ from quantkit.errors import InputError
 from quantkit.model.companions import make_fast_tokenizer
 from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap
-from quantkit.quantization.calibration import calibration_tokens, context_length
+from quantkit.quantization.calibration.tokens import calibration_tokens, context_length
 from quantkit.recipe import Recipe
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 

@@ -40,10 +40,18 @@ from quantkit.plan.formats import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose
 from quantkit.plan.targets import DEFAULT_TARGET, TARGETS, Target, format_on
+from quantkit.quantization.calibration.statistics import StatisticsOf
 from quantkit.quantization.checkpoint import write_checkpoint
-from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of, planned_bytes
+from quantkit.quantization.layout import (
+    Checkpoint,
+    Contents,
+    contents_of,
+    formats_of,
+    planned_bytes,
+    weight_name,
+)
 from quantkit.quantization.rounding import PLAIN
-from quantkit.quantization.rounding.apply import Evidences, quantized_parts, weight_name
+from quantkit.quantization.rounding.apply import quantized_parts
 from quantkit.quantization.rounding.errors import Sums
 from quantkit.recipe import Static
 from quantkit.runtime.graph import MODEL_FILE
@@ -67,7 +75,7 @@ class ExportJob:
     fit: str = PLAIN
     layers: Mapping[str, str] = field(default_factory=dict)  # pattern -> a scheme of its own, or "float"
     adds_biases: bool = False  # bias correction
-    statistics: Evidences = lambda _: None
+    statistics: StatisticsOf = lambda _: None
     original: Path | None = None  # folder of the source; a traced model needs it
     single_file_bytes: int = 64 << 20  # larger weights lie beside the graph
     keeps_checkpoint: bool = False
@@ -197,10 +205,9 @@ def write_rounded(
     parts = quantized_parts(
         contents,
         job.weights,
-        transposed=TRANSPOSED,
         gain_offset=job.model_map.norm_gain_offset,
         fit=job.fit,
-        evidence=job.statistics,
+        statistics=job.statistics,
         losses=losses,
         progress=count,
     )

@@ -29,11 +29,10 @@ from quantkit.pipeline.calibration_text import calibration_windows
 from quantkit.pipeline.options import with_options
 from quantkit.pipeline.resolve import Resolved
 from quantkit.progress import Progress
-from quantkit.quantization.calibration import collect
+from quantkit.quantization.calibration.passes import collect
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.calibration.tokens import context_length
-from quantkit.quantization.layout import Evidence
-from quantkit.quantization.transforms.draft import is_transposed, rows_of, weight_of
-from quantkit.quantization.transforms.prune import dead_units
+from quantkit.quantization.dead_units import dead_units, weight_of
 from quantkit.recipe import Recipe
 
 # Letters: T tokens of the sample, H hidden units, I channels that they read.
@@ -148,7 +147,7 @@ def observe_units(
         seen = collect(
             torch_model(source, model_map, weights),
             tokens_BT,
-            wanted={layer.matrix: frozenset({"peak", "sample"}) for layer in downs.values()},
+            requested={layer.matrix: frozenset({"peak", "sample"}) for layer in downs.values()},
             blocks=[block.name for block in model_map.blocks] if model_map.family else [],
             folder=Path(folder),
             progress=progress,
@@ -167,7 +166,7 @@ def observe_units(
 
 
 def _units_of(
-    model_map: ModelMap, weights: TensorSource, block: Block, down: Layer, seen: Evidence
+    model_map: ModelMap, weights: TensorSource, block: Block, down: Layer, seen: InputStatistics
 ) -> FfnUnits:
     assert block.ffn is not None
     assert seen.peak_I is not None
@@ -232,7 +231,7 @@ def _num_duplicates(
     places = np.flatnonzero(is_active_H)
     if sample_TH is None or not keys or len(places) < 2:
         return 0
-    unit_keys = [_unit_rows(_weight_rows(weights, layer)[places]) for layer in keys]
+    unit_keys = [_unit_rows(weight_of(weights, layer)[places]) for layer in keys]
     activity_HT = _unit_rows(np.abs(np.asarray(sample_TH, np.float32)[:, places].T))
     found = np.zeros(len(places), np.bool_)
     for start in range(0, len(places), AT_ONCE):
@@ -241,12 +240,6 @@ def _num_duplicates(
         for later, earlier in zip(*np.nonzero(np.tril(is_alike, start - 1)), strict=True):
             found[start + later] |= bool(activity_HT[start + later] @ activity_HT[earlier] > ALIKE)
     return int(found.sum())
-
-
-def _weight_rows(weights: TensorSource, layer: Layer) -> Floats:
-    stored = weights.read(weight_of(layer))
-    stored_OI = stored.T if is_transposed(layer) else stored
-    return stored_OI[rows_of(layer)]
 
 
 def _unit_rows(rows: Floats) -> Floats:

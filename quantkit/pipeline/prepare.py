@@ -35,12 +35,14 @@ from quantkit.pipeline.folder import claim
 from quantkit.pipeline.resolve import Resolved, plan_of
 from quantkit.plan.formats import Format
 from quantkit.plan.plan import Plan
-from quantkit.quantization.calibration import StatisticsFile, collect, context_length, quick_peaks
-from quantkit.quantization.calibration.output_weights import weigh, weighed, with_gradients
+from quantkit.quantization.calibration.output_weights import weigh_outputs, weighed_layers, with_gradients
+from quantkit.quantization.calibration.passes import collect
+from quantkit.quantization.calibration.quick import quick_peaks
+from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics, StatisticsOf
+from quantkit.quantization.calibration.store import StatisticsFile
+from quantkit.quantization.calibration.tokens import context_length
 from quantkit.quantization.grid import decode_all
-from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding import QUANTIZERS
-from quantkit.quantization.rounding.apply import Evidences
+from quantkit.quantization.rounding import FITS
 from quantkit.quantization.rounding.rtn import round_to_nearest
 from quantkit.quantization.simulate import rounding_of
 from quantkit.quantization.transforms import TRANSFORMS, Transform
@@ -52,7 +54,6 @@ from quantkit.runtime.machine.cache import cache_folder
 SEARCHED_ROWS = 256  # of a space's input, for the strength of smoothing
 BATCH = 4  # windows that run at once
 QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that looks for outliers
-STATISTIC_FIELDS = {"peak": "peak_I", "mean_magnitude": "mean_magnitude_I"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ class Prepared:
     weights: TensorSource
     plan: Plan
     formats: Mapping[str, Format]
-    statistics: Evidences = lambda _: None
+    statistics: StatisticsOf = lambda _: None
     smoothing: tuple[Smoothing, ...] = ()
     notes: tuple[str, ...] = ()
     key: str = ""  # identifies the weights and the statistics
@@ -122,7 +123,7 @@ def statistics_needs(prepared: Prepared) -> dict[str, frozenset[str]]:
     for layer in prepared.resolved.model_map.layers:
         if layer.name not in prepared.planned:
             continue
-        layer_needs = QUANTIZERS[recipe.fit].wants
+        layer_needs = FITS[recipe.fit].statistics
         if prepared.formats[layer.name].is_static:
             layer_needs |= {"range", "histogram"}
         if recipe.bias_correction:
@@ -132,8 +133,8 @@ def statistics_needs(prepared: Prepared) -> dict[str, frozenset[str]]:
     return needs
 
 
-def _statistics_of(file: StatisticsFile, layer: Layer) -> Evidence | None:
-    if layer.matrix not in file.wanted or layer.matrix in file.unreached:
+def _statistics_of(file: StatisticsFile, layer: Layer) -> InputStatistics | None:
+    if layer.matrix not in file.requested or layer.matrix in file.unreached:
         return None
     return file.read(layer.matrix)
 
@@ -141,17 +142,21 @@ def _statistics_of(file: StatisticsFile, layer: Layer) -> Evidence | None:
 def _with_output_gradients(prepared: Prepared) -> Prepared:
     """Add the second moments of output gradients, where the fit weighs output errors by them."""
     resolved, recipe = prepared.resolved, prepared.resolved.recipe
-    layers = weighed(recipe, prepared.planned, prepared.model_map)
+    calibration = recipe.calibration
+    layers = weighed_layers(
+        prepared.model_map, prepared.planned, fit=recipe.fit, num_windows=calibration.gradient_windows
+    )
     if not layers:
         return prepared
     folder, prepared = _statistics_folder(prepared, f"{len(recipe.transforms)}-gradients")
-    gradients = weigh(
+    gradients = weigh_outputs(
         resolved.source,
         prepared.model_map,
         prepared.weights,
         layers,
         statistics_windows(recipe, resolved.source, prepared.model_map),
-        recipe=recipe,
+        num_windows=calibration.gradient_windows,
+        seed=calibration.seed,
         folder=folder,
         progress=resolved.progress,
     )
@@ -170,14 +175,13 @@ def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Pr
     if name == "smoothquant" and recipe.smoothing == "quick":
         options["statistics"], notes = _quick_statistics(prepared)
         prepared = replace(prepared, notes=(*prepared.notes, *notes))
-    elif row.needs:
+    elif row.statistic:
         matrices = {layer.matrix for layer in prepared.model_map.layers if layer.name in prepared.planned}
-        needs = dict.fromkeys(matrices, frozenset({*row.needs, "sample"}))
+        needs = dict.fromkeys(matrices, frozenset({row.statistic, "sample"}))
         file, prepared = _calibrate(prepared, needs, f"{number}-{name}")
-        statistics = {matrix: file.read(matrix) for matrix in file.wanted if matrix not in file.unreached}
-        (need,) = row.needs
+        statistics = {matrix: file.read(matrix) for matrix in file.requested if matrix not in file.unreached}
         options["statistics"] = {
-            matrix: getattr(record, STATISTIC_FIELDS[need]) for matrix, record in statistics.items()
+            matrix: getattr(record, FIELDS[row.statistic]) for matrix, record in statistics.items()
         }
         smoothing = _search_strengths(prepared, name, statistics, options["statistics"])
         options["alpha"] = {choice.space: choice.alpha for choice in smoothing}
@@ -213,7 +217,7 @@ def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tupl
 def _search_strengths(
     prepared: Prepared,
     transform: str,
-    statistics: Mapping[str, Evidence],
+    statistics: Mapping[str, InputStatistics],
     scaled_by: Mapping[str, NDArray[Any]],
 ) -> tuple[Smoothing, ...]:
     """The smoothing strength of each space with the smallest error of its readers' outputs."""
@@ -245,15 +249,7 @@ def _search_strengths(
                 round_weights=_weight_rounding(prepared.formats[readers[0].name]),
             )
             if choice:
-                choices.append(
-                    Smoothing(
-                        space=space.name,
-                        transform=transform,
-                        alpha=choice.alpha,
-                        error=choice.error,
-                        plain_error=choice.plain_error,
-                    )
-                )
+                choices.append(choice)
     return tuple(choices)
 
 
@@ -291,7 +287,7 @@ def _calibrate(
         file = collect(
             torch_model(resolved.source, model_map, prepared.weights),
             tokens_NT,
-            wanted=needs,
+            requested=needs,
             blocks=[block.name for block in model_map.blocks],
             folder=folder,
             batch=BATCH,

@@ -37,7 +37,7 @@ from quantkit.plan.formats import AUTO, FLOAT, in_blocks
 from quantkit.plan.plan import Plan
 from quantkit.progress import Progress
 from quantkit.quantization.layout import Pack, contents_of
-from quantkit.quantization.search import Budget, Candidate, Loss, Search, SearchResult, UnitOptions, uniform
+from quantkit.quantization.search import Budget, Candidate, Loss, PackOptions, Search, SearchResult, uniform
 from quantkit.quantization.sensitivity import format_named, measure_sensitivity
 from quantkit.recipe import Budget as RecipeBudget
 from quantkit.recipe import Recipe, override
@@ -47,7 +47,7 @@ SEARCHED = ("int8_block32", "int8_block128", "int4_block32", "int4_block64", "in
 TABLE_TOKENS = 1024  # on which every pack and format is tried
 REMEMBERED_BYTES = 1 << 30  # of the original's logits, on disk
 MARGIN = 0.9  # share of what a failed verdict leaves of the budget
-Sensitivity = tuple[UnitOptions, ...]
+Sensitivity = tuple[PackOptions, ...]
 Times = Callable[[Pack, str], float]  # pack, format name -> microseconds a token
 
 
@@ -105,7 +105,7 @@ class RunningSearch:
         with resolved.progress.stage("search", total=self.table.limit, unit="configurations") as count:
             before = len(self.table.tried)
             for name in searched_formats(resolved.recipe):
-                choices = uniform(self.table.units, name)
+                choices = uniform(self.table.packs, name)
                 if choices:
                     self.table.measure(choices, f"all {name}")
             self.table.bisect(tightened=tightened)
@@ -120,14 +120,14 @@ class RunningSearch:
     def formats_of(self, candidate: Candidate) -> dict[str, str]:
         """The scheme of every projection, "float" included."""
         chosen = dict(candidate.choices)
-        return {layer: chosen[unit.name] for unit in self.table.units for layer in unit.layers}
+        return {layer: chosen[unit.name] for unit in self.table.packs for layer in unit.layers}
 
     def result(self, candidate: Candidate, verdicts: Sequence[Loss]) -> SearchResult:
         return SearchResult(
             max_ppl_increase=self.table.budget.max_ppl_increase,
             max_kl=self.table.budget.max_kl,
             prefer=self.prepared.resolved.recipe.budget.prefer,
-            units=tuple(self.table.units),
+            units=tuple(self.table.packs),
             candidates=tuple(self.table.tried.values()),
             chosen=candidate,
             verdicts=tuple(verdicts),
@@ -163,7 +163,7 @@ def start_search(prepared: Prepared, folder: Path) -> RunningSearch:
         return loss
 
     limits = Budget(max_ppl_increase=recipe.budget.max_ppl_increase, max_kl=recipe.budget.max_kl)
-    table = Search(units=priced, evaluate=evaluate, budget=limits, limit=recipe.budget.evaluations, tried={})
+    table = Search(packs=priced, evaluate=evaluate, budget=limits, limit=recipe.budget.evaluations, tried={})
     return RunningSearch(prepared=prepared, table=table, left_out=left_out)
 
 
@@ -203,7 +203,7 @@ def sensitivities(prepared: Prepared, packs: Sequence[Pack], windows_NT: Tokens)
             names,
             tokens_NT,
             fit=recipe.fit,
-            evidence=prepared.statistics,
+            statistics=prepared.statistics,
             cache=cache,
             key=key,
             progress=count,
@@ -225,7 +225,7 @@ def _identity(resolved: Resolved) -> str:
     return f"{folder.resolve()} {stats}"
 
 
-def _priced(unit: UnitOptions, pack: Pack, times: Times, *, by_time: bool) -> UnitOptions:
+def _priced(unit: PackOptions, pack: Pack, times: Times, *, by_time: bool) -> PackOptions:
     """The options with bytes, microseconds a token, and the one of the two that is minimized as cost."""
     options = []
     for choice in unit.options:

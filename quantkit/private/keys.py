@@ -23,7 +23,7 @@ from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.private.order import keyed_order
 from quantkit.private.secret_files import LARGEST_FILE, read_secret, write_secret
-from quantkit.quantization.rounding.apply import weight_name
+from quantkit.quantization.layout import weight_name
 from quantkit.quantization.transforms.basis import Order
 
 FORMAT, VERSION = "quantkit-feature-key", 1

@@ -23,7 +23,6 @@ from quantkit.export.rotary import context_of
 from quantkit.model.model_map import ModelMap, to_json
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.export import (
-    TRANSPOSED,
     WEIGHTS_FILE,
     checkpoint_header,
     projection_formats,
@@ -241,7 +240,6 @@ def _write_weights(
     parts = quantized_parts(
         side.stored,
         weights,
-        transposed=TRANSPOSED,
         gain_offset=side.gain_offset,
         progress=count,
     )

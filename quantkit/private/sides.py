@@ -12,8 +12,7 @@ from typing import Any
 
 from quantkit.model.model_map import Layer, ModelMap, Norm
 from quantkit.plan.plan import Plan
-from quantkit.quantization.layout import Contents, Pack
-from quantkit.quantization.rounding.apply import Part
+from quantkit.quantization.layout import Contents, Pack, Part
 
 HOST_NAME = "host"
 

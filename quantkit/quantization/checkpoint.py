@@ -1,8 +1,8 @@
-"""The quantized checkpoint: a safetensors file that is written as the weights come, and never twice.
+"""The quantized checkpoint: a safetensors file that is written in one pass, as the weights come.
 
 All shapes follow from the plan, so the header is written first and every tensor then goes to its place in
 the file as soon as it is known; memory holds a few rows. The same file is the external data of a large
-`model.onnx`: the graph points into it by offset, so that nothing is stored twice. See docs/format.md.
+`model.onnx`: the graph points into it by offset, so that no weight is stored twice. See docs/format.md.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.quantization.layout import DTYPES, Checkpoint, Slot, TensorSpec
+from quantkit.quantization.layout import DTYPES, Checkpoint, Part, Slot, TensorSpec
 
 FORMAT_VERSION = 3
 ALIGNMENT = 64  # of the first tensor, and of every tensor whose size allows: a cache line
 
 
 def _lay_out(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
-    """Offsets from the first tensor on; those of whole cache lines go first, odd bytes last."""
+    """Tensors with their offsets from the first; sizes of whole cache lines go first, odd sizes last."""
     ordered = sorted(specs, key=lambda spec: (spec.num_bytes % ALIGNMENT != 0, spec.num_bytes % 4 != 0))
     placed, offset = [], 0
     for spec in ordered:
@@ -36,10 +35,10 @@ def _lay_out(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
 def write_checkpoint(
     path: Path,
     specs: Sequence[TensorSpec],
-    parts: Iterable[tuple[str, NDArray[Any]]],
+    parts: Iterable[Part],
     description: Mapping[str, Any],
 ) -> Checkpoint:
-    """Write tensors that arrive in parts, each part after the tensor's earlier ones."""
+    """Write tensors that come in parts; the parts of a tensor come in order."""
     placed = _lay_out(specs)
     entries: dict[str, Any] = {
         "__metadata__": {
@@ -77,7 +76,7 @@ def write_checkpoint(
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a quantized checkpoint; what is no such file is refused."""
+    """Open a quantized checkpoint, and refuse any other file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

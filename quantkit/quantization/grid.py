@@ -1,8 +1,8 @@
-"""Integer grids: rounding to them, coming back from them, and the byte layouts that operators read.
+"""Integer grids: encoding, decoding, and the byte layouts that operators read.
 
-Everything is numpy and works on a few rows at a time, so that no caller needs a whole matrix at once.
-Codes are int8 around zero: [-127, 127] at 8 bits and [-8, 7] at 4; a zero point is a code too. Those of 16
-bits are int16 until they are stored, as two halves of 8.
+Functions are numpy and work on a few rows at a time, so that no caller needs a whole matrix at once.
+Codes are int8 around zero: [-127, 127] at 8 bits and [-8, 7] at 4; a zero point is a code too. Codes of 16
+bits are int16 until they are stored, as two halves of 8 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Codes = NDArray[np.int8]  # int16 on a grid of 16 bits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Rows of a weight on a grid: what every fit gives."""
+    """Rows of a weight on a grid: the result of every fit."""
 
     codes: Codes  # [O, blocks, block]
     scales: Floats  # [O, blocks]
@@ -29,7 +29,7 @@ class Encoded:
 
 
 def blocks_of(weight_OI: Floats, grid: Grid) -> Floats:
-    """The rows cut into blocks, [O, blocks, block], the last one filled up with zeros."""
+    """The rows cut into blocks, [O, blocks, block]; the last block is padded with zeros."""
     rows, columns = weight_OI.shape
     if grid.block is None:
         return weight_OI.reshape(rows, 1, columns)
@@ -47,7 +47,7 @@ def range_of(weight_OI: Floats, grid: Grid) -> tuple[Floats, Codes | None]:
         return _no_zeros(peaks / np.float32(grid.largest)), None
     low, high = np.minimum(blocks.min(axis=2), 0), np.maximum(blocks.max(axis=2), 0)
     steps = np.float32(grid.largest - grid.lowest)
-    scales = _no_zeros(high / steps - low / steps)  # apart, since their difference may be no float
+    scales = _no_zeros(high / steps - low / steps)  # apart, since their difference may overflow
     return scales, zeros_for(low, scales, grid)
 
 
@@ -80,12 +80,11 @@ def halves_of(codes: NDArray[Any]) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
 
 
 def from_halves(high: NDArray[Any], low: NDArray[Any]) -> NDArray[np.int16]:
-    """The codes of 16 bits."""
     return np.asarray((high.astype(np.int16) << 8) + low, np.int16)
 
 
 def decode(codes: Codes, scales: Floats, in_features: int, zeros: Codes | None = None) -> Floats:
-    """The weights that the codes stand for, [O, I]; the padding is cut off."""
+    """The values of the codes, [O, I], without the padding."""
     values = codes.astype(np.float32)
     if zeros is not None:
         values -= zeros[:, :, None]
@@ -94,7 +93,6 @@ def decode(codes: Codes, scales: Floats, in_features: int, zeros: Codes | None =
 
 
 def decode_all(encoded: Encoded, in_features: int) -> Floats:
-    """The weights that a fit came to."""
     return decode(encoded.codes, encoded.scales, in_features, encoded.zeros)
 
 
@@ -106,7 +104,7 @@ def middle(bits: int) -> int:
 def to_bytes(codes: Codes, bits: int = 8) -> NDArray[np.uint8]:
     """The unsigned form that block-wise operators read: code + middle, two to a byte at 4 bits.
 
-    The first of two lies in the lower half; an odd number of them is filled up with the middle.
+    The first of two codes lies in the lower half; an odd number of codes is padded with the middle.
     """
     if bits == 8:
         return codes.view(np.uint8) ^ np.uint8(middle(8))
@@ -118,7 +116,7 @@ def to_bytes(codes: Codes, bits: int = 8) -> NDArray[np.uint8]:
 
 
 def from_bytes(stored: NDArray[Any], bits: int = 8, count: int | None = None) -> Codes:
-    """The codes of that form; `count` of the last dimension where it was filled up."""
+    """The codes of the unsigned form; `count` of the last dimension are no padding."""
     if bits == 8:
         return (np.ascontiguousarray(stored) ^ np.uint8(middle(8))).view(np.int8)
     both = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)

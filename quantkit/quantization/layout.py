@@ -1,8 +1,8 @@
-"""The records of tensors: what a quantized model holds, as data, before and after it is written.
+"""The layout of a quantized model: its packs, tables and tensors, before and after they are written.
 
-A *pack* is what one matrix multiplication reads: one projection, or query, key and value of a block
-together, because one multiplication of three is faster than three. A *table* is an embedding. Both are
-decided from the map and the plan alone, so that sizes and offsets are known before a weight is read.
+A *pack* holds the projections that one MatMul multiplies: a single one, or query, key and value of a block,
+because one MatMul of three is faster than three. A *table* is an embedding. The layout follows from the map
+and the plan alone, so that sizes and offsets are known before a weight is read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,26 @@ DTYPES: dict[str, Any] = {  # as safetensors spells them
     "U8": np.uint8,
     "U16": np.uint16,
 }
+Part = tuple[str, NDArray[Any]]  # some rows of a tensor, after its earlier ones
 HALVES = ("high", "low")  # of codes of 16 bits
 LARGEST_GROUP_BLOCK = 64  # of a block-diagonal weight whose scheme has no blocks
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
 assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
+
+
+def weight_name(layer: Layer) -> str:
+    """The checkpoint's tensor that holds the projection."""
+    return f"{layer.tied_to or layer.matrix}.weight"
+
+
+def run_starts(rows: Rows) -> range:
+    """First rows of the runs of a projection's rows in its stored matrix."""
+    return range(rows.start, rows.start + rows.stride * rows.count, rows.stride)
+
+
+def rows_of(rows: Rows) -> NDArray[np.int64]:
+    """Indices of a projection's rows in its stored matrix [out, in], in the projection's order."""
+    return (np.array(run_starts(rows))[:, None] + np.arange(rows.length)).reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +61,16 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes."""
         return math.prod(self.shape) * int(np.dtype(DTYPES[self.dtype]).itemsize)
 
 
 def planned_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes that tensors take, from their shapes alone."""
     return sum(spec.num_bytes for spec in specs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where a tensor lies in the file."""
+    """A tensor's place in the file."""
 
     spec: TensorSpec
     offset: int  # from the start of the file
@@ -72,7 +86,6 @@ class Checkpoint:
     description: Mapping[str, Any]
 
     def read(self, name: str) -> NDArray[Any]:
-        """One tensor."""
         slot = self.slots[name]
         values = np.fromfile(
             self.path, DTYPES[slot.spec.dtype], math.prod(slot.spec.shape), offset=slot.offset
@@ -80,7 +93,7 @@ class Checkpoint:
         return values.reshape(slot.spec.shape)
 
     def weight_OI(self, name: str, grid: Grid, columns: int) -> Floats:
-        """The values that the stored codes of a matrix stand for."""
+        """The decoded weights of a pack or table."""
         scales = self.read(f"{name}.scales")
         if grid.in_halves:
             codes_OI = from_halves(*(self.read(f"{name}.{half}") for half in HALVES))
@@ -100,17 +113,16 @@ class Pack:
     name: str
     layers: tuple[Layer, ...]
     format: Format | None  # None: left as it was
-    table: str | None = None  # the embedding whose float table it reads instead of weights of its own
-    adds_bias: bool = False  # a bias of its own, which the original has not: it mends what rounding shifts
+    table: str | None = None  # the embedding whose float table replaces weights of its own
+    adds_bias: bool = False  # extra bias from bias correction
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of its weights."""
         return self.format.grid if self.format else None
 
     @property
     def in_features(self) -> int:
-        """Columns of the weight as it is stored: of a block-diagonal one, those of a block."""
+        """Columns of the stored weight; a block-diagonal weight has the columns of one block."""
         return self.layers[0].in_features // self.num_groups
 
     @property
@@ -120,16 +132,15 @@ class Pack:
 
     @property
     def out_features(self) -> int:
-        """Rows of all its projections."""
         return sum(layer.out_features for layer in self.layers)
 
     @property
     def has_bias(self) -> bool:
-        """Whether any of its projections adds a bias; the others then add zeros."""
+        """Whether the pack stores a bias; projections without one then add zeros."""
         return self.adds_bias or any(layer.has_bias for layer in self.layers)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """What is stored of it: weights, then scales, then bias, then what its input is rounded with."""
+        """Stored tensors: weights, scales, bias, and the grid of the input."""
         weights = _matrix_tensors(self.name, self.out_features, self.in_features, self.grid)
         bits = self.format.input_bits if self.format else None
         return (
@@ -149,7 +160,7 @@ class TableEntry:
     shares: str | None = None  # the pack, or the other table, that holds it
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """What is stored of it; nothing where it is shared."""
+        """Stored tensors; a shared table has none."""
         if self.shares:
             return ()
         rows, columns = self.table.num_rows, self.table.num_columns
@@ -160,27 +171,26 @@ class TableEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """All that is stored of a model."""
+    """All packs, tables and other tensors of a quantized model."""
 
     packs: tuple[Pack, ...]
     tables: tuple[TableEntry, ...]
     norms: tuple[Norm, ...]
     norm_biases: frozenset[str]
-    loose: tuple[tuple[str, tuple[int, ...]], ...] = ()  # parameters that are none of these
+    loose: tuple[tuple[str, tuple[int, ...]], ...] = ()  # other parameters
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Every stored tensor."""
-        found = [spec for pack in self.packs for spec in pack.tensors()]
-        found += [spec for entry in self.tables for spec in entry.tensors()]
+        specs = [spec for pack in self.packs for spec in pack.tensors()]
+        specs += [spec for entry in self.tables for spec in entry.tensors()]
         for norm in self.norms:
-            found.append(_floats(f"{norm.name}.weight", norm.features))
+            specs.append(_floats(f"{norm.name}.weight", norm.features))
             if norm.name in self.norm_biases:
-                found.append(_floats(f"{norm.name}.bias", norm.features))
-        found.extend(_floats(name, *shape) for name, shape in self.loose)
-        return tuple(found)
+                specs.append(_floats(f"{norm.name}.bias", norm.features))
+        specs.extend(_floats(name, *shape) for name, shape in self.loose)
+        return tuple(specs)
 
     def pack_of(self, role: Role, block: str | None = None) -> Pack | None:
-        """The pack that a role's projection is in; outside of blocks where none is named."""
+        """The pack with a projection of this role, in this block or outside of blocks."""
         packs = (pack for pack in self.packs if pack.layers[0].block == block)
         return next((pack for pack in packs if any(layer.role is role for layer in pack.layers)), None)
 
@@ -212,21 +222,21 @@ def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[Tens
 def formats_of(
     model_map: ModelMap, scheme: Scheme, own: Mapping[str, str] | None = None
 ) -> dict[str, Format]:
-    """The format of every projection under a scheme; of `own`, pattern -> scheme, the last match counts."""
-    found = {
+    """The format of every projection; `own` maps patterns to schemes, of which the last match counts."""
+    formats = {
         layer.name: scheme.head if layer.role is Role.LM_HEAD else scheme.body for layer in model_map.layers
     }
     for pattern, name in (own or {}).items():
         for layer in model_map.layers:
             if name != FLOAT and matches(layer, pattern):
-                found[layer.name] = format_for(name, is_head=layer.role is Role.LM_HEAD)
-    return found
+                formats[layer.name] = format_for(name, is_head=layer.role is Role.LM_HEAD)
+    return formats
 
 
 def for_groups(chosen: Format, layer: Layer) -> Format:
-    """The format with blocks that fill the inputs of a head evenly, where that can be; dense ones keep it.
+    """The format of a layer; a block-diagonal weight gets blocks that divide the inputs of a head evenly.
 
-    Weights with one scale a row are stored transposed, in which a head's rows do not lie together.
+    Weights with one scale a row are stored transposed, where the rows of a head do not lie together.
     """
     if layer.num_groups == 1:
         return chosen
@@ -244,9 +254,9 @@ def contents_of(
     packs_attention: bool = True,
     adds_biases: bool = False,
 ) -> Contents:
-    """What the quantized model holds: planned projections in their format, tables beside or inside them.
+    """The layout of a quantized model: planned projections in their formats, tables beside or inside them.
 
-    Without `packs_attention`, packs are the matrices as the original multiplies them, rows in stored order.
+    Without `packs_attention`, packs are the original's matrices, with their rows in stored order.
     """
     planned = {layer.name for layer in plan.layers if layer.quantized}
     model_map = model_map.at_inference
@@ -259,16 +269,16 @@ def contents_of(
 
     if table_grid is None:
         table_grid = formats.grid if isinstance(formats, Format) else Grid(block=128)
-    pack = _pack if packs_attention else _pack_as_stored
-    packs = pack(model_map, {layer.name: format_of(layer.name) for layer in model_map.layers})
+    pack_layers = _pack if packs_attention else _pack_as_stored
+    packs = pack_layers(model_map, {layer.name: format_of(layer.name) for layer in model_map.layers})
     if adds_biases:
-        packs = tuple(replace(each, adds_bias=each.grid is not None) for each in packs)
+        packs = tuple(replace(pack, adds_bias=pack.grid is not None) for pack in packs)
     holders = {pack.layers[0].tied_to: pack for pack in packs if pack.layers[0].tied_to and pack.grid}
     tables = []
     for table in model_map.embeddings:
         holder = holders.get(table.name)
-        # A table that no projection reads follows the same rule, as long as anything is quantized at all.
-        # One that a float head reads stays as that head needs it.
+        # A table that no projection reads follows the size rule, if anything is quantized at all.
+        # A table that a float head reads stays float.
         is_large = max(table.num_rows, table.num_columns) >= plan.min_dim and bool(planned)
         is_large = is_large and table.name not in {pack.table for pack in packs}
         tables.append(
@@ -297,7 +307,7 @@ def _pack(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pa
     packs: list[Pack] = []
     for members in groups.values():
         roles = tuple(member.role for member in members)
-        whole = [members] if roles == PACKED_ROLES or len(members) == 1 else [[each] for each in members]
+        whole = [members] if roles == PACKED_ROLES or len(members) == 1 else [[member] for member in members]
         packs.extend(
             Pack(
                 name=_pack_name(part),
@@ -318,13 +328,10 @@ def _pack_as_stored(model_map: ModelMap, formats: Mapping[str, Format | None]) -
             replace(layer, rows=Rows(start=start, length=layer.rows.length, stride=layer.rows.length))
             for layer in model_map.layers
             if layer.matrix == matrix
-            for start in range(
-                layer.rows.start, layer.rows.start + layer.rows.stride * layer.rows.count, layer.rows.stride
-            )
+            for start in run_starts(layer.rows)
         ]
-        runs = [
-            replace(run, out_features=run.rows.length) for run in sorted(runs, key=lambda r: r.rows.start)
-        ]
+        runs.sort(key=lambda run: run.rows.start)
+        runs = [replace(run, out_features=run.rows.length) for run in runs]
         cuts = [list(part) for _, part in itertools.groupby(runs, key=lambda run: formats[run.name])]
         packs.extend(
             Pack(
@@ -346,20 +353,3 @@ def _pack_name(layers: list[Layer]) -> str:
         return first.matrix
     parent = first.name.rsplit(".", 1)[0]
     return f"{parent}.{'+'.join(layer.name.rsplit('.', 1)[-1] for layer in layers)}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """What calibration saw of one matrix's input; None where it was not asked for."""
-
-    num_rows: int  # tokens
-    second_moment_II: NDArray[np.float32] | None = None  # mean over tokens of x x^T
-    peak_I: NDArray[np.float32] | None = None  # largest magnitude of each channel
-    mean_I: NDArray[np.float32] | None = None
-    mean_magnitude_I: NDArray[np.float32] | None = None
-    low: float | None = None  # range of the whole input
-    high: float | None = None
-    quantiles: Mapping[str, tuple[float, float]] | None = None  # "99.9", "mse8", "mse16" -> (low, high)
-    sample_TI: NDArray[np.float32] | None = None  # some tokens, drawn with a seed
-    gradient_OO: NDArray[np.float32] | None = None  # of the gradients at one projection's outputs
-    num_gradients: int = 0  # tokens that it is of

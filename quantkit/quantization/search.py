@@ -1,11 +1,10 @@
-"""A search over the format of every unit that makes a model as small or as fast as an accuracy budget allows.
+"""Lagrangian search over formats: the smallest or fastest model that holds an accuracy budget.
 
-A unit is what is multiplied together. What a choice costs in accuracy is taken to add up over units, which
-holds while losses are small; so for any price of a nat the best choice of each unit is its own, and raising
-the price from nothing walks along one line of configurations from the most accurate to the cheapest: the
-lower convex hulls of all units, merged by slope (Everett 1963, generalised Lagrange multipliers; as used for
-bits by Shoham & Gersho 1988). Sums are only trusted for the order: what a configuration really loses is
-measured, by bisection along the line.
+Losses of packs are taken to add up, which holds while they are small. For a given lambda (cost saved for each
+nat lost) each pack then picks its format independently, and raising lambda from nothing gives one line of
+configurations from the most accurate to the cheapest: the lower convex hulls of all packs, merged by slope
+(Everett 1963, generalised Lagrange multipliers; used for bits by Shoham & Gersho 1988). Sums only order the
+configurations; the loss of a configuration is measured, by bisection along the line.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One format that a unit could have."""
+    """One format of a pack, with its loss and costs."""
 
     format: str  # the name of a scheme, or "float"
-    loss: float  # KL divergence when this unit alone has it, nats
-    cost: float = 0.0  # what a search makes least: one of the two below
+    loss: float  # KL divergence with this pack alone in the format, nats
+    cost: float = 0.0  # the objective of the search: one of the two below
     num_bytes: float = 0.0
     microseconds: float | None = None  # of one decoded token, where this machine was measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitOptions:
-    """What is multiplied together, and the formats that it could have."""
+class PackOptions:
+    """A pack and the formats that it may have."""
 
     name: str
     layers: tuple[str, ...]
@@ -37,7 +36,7 @@ class UnitOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What a whole model lost, measured in the runtime."""
+    """The loss of a whole model, measured in the runtime."""
 
     ppl_increase: float
     kl_divergence: float
@@ -49,7 +48,7 @@ class Candidate:
     """A configuration that was exported and measured."""
 
     label: str
-    choices: tuple[tuple[str, str], ...]  # unit, format
+    choices: tuple[tuple[str, str], ...]  # pack, format
     cost: float
     num_bytes: float
     microseconds: float | None
@@ -59,35 +58,34 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """A search for the cheapest model that holds a budget, whole."""
+    """A finished search, as reports hold it."""
 
     max_ppl_increase: float | None
     max_kl: float | None
     prefer: str
-    units: tuple[UnitOptions, ...]  # the table of losses and costs
-    candidates: tuple[Candidate, ...]  # all that were exported and measured
+    units: tuple[PackOptions, ...]  # the table of losses and costs, under this key in report.json
+    candidates: tuple[Candidate, ...]  # all configurations that were exported and measured
     chosen: Candidate
-    verdicts: tuple[Loss, ...]  # on text that the search never saw; the last is of the artifact
+    verdicts: tuple[Loss, ...]  # on text that the search does not use; the last is of the artifact
     holds: bool
 
 
-Choices = Mapping[str, str]  # unit -> format name
-Evaluate = Callable[[Choices], Loss]
+Choices = Mapping[str, str]  # pack -> format name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What may be lost; None where that is not limited."""
+    """Limits of the loss; None where there is no limit."""
 
     max_ppl_increase: float | None = None
     max_kl: float | None = None
 
     def holds(self, loss: Loss, *, tightened: float = 1.0) -> bool:
-        """Whether a loss is within the budget, or within a part of it."""
+        """Whether a loss is within this part of the budget."""
         return self.share(loss) <= tightened
 
     def share(self, loss: Loss) -> float:
-        """How much of the budget a loss takes; more than 1 is too much."""
+        """The loss over the budget; more than 1 is too much."""
         shares = [0.0]
         if self.max_ppl_increase is not None:
             shares.append(loss.ppl_increase / self.max_ppl_increase)
@@ -97,16 +95,15 @@ class Budget:
 
 
 def hull_of(options: Sequence[Choice]) -> tuple[Choice, ...]:
-    """The choices worth making at some price, from the most accurate to the cheapest."""
-    ordered = sorted(options, key=lambda each: (each.loss, each.cost))
-    kept: list[Choice] = []
-    for each in ordered:
-        if kept and each.cost >= kept[-1].cost:
+    """The lower convex hull: choices that are best at some lambda, from the most accurate to the cheapest."""
+    hull: list[Choice] = []
+    for choice in sorted(options, key=lambda option: (option.loss, option.cost)):
+        if hull and choice.cost >= hull[-1].cost:
             continue  # no cheaper, and no more accurate
-        while len(kept) > 1 and _slope(kept[-2], kept[-1]) <= _slope(kept[-1], each):
-            kept.pop()
-        kept.append(each)
-    return tuple(kept)
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], choice):
+            hull.pop()
+        hull.append(choice)
+    return tuple(hull)
 
 
 def _slope(before: Choice, after: Choice) -> float:
@@ -115,9 +112,9 @@ def _slope(before: Choice, after: Choice) -> float:
     return (before.cost - after.cost) / lost if lost > 0 else float("inf")
 
 
-def line_of(units: Sequence[UnitOptions]) -> tuple[dict[str, str], ...]:
-    """Configurations from the most accurate to the cheapest, each one step from the one before."""
-    hulls = {unit.name: hull_of(unit.options) for unit in units}
+def line_of(packs: Sequence[PackOptions]) -> tuple[dict[str, str], ...]:
+    """Configurations from the most accurate to the cheapest; neighbours differ in one pack."""
+    hulls = {pack.name: hull_of(pack.options) for pack in packs}
     steps = [
         (_slope(before, after), -number, name, after)
         for name, hull in hulls.items()
@@ -132,31 +129,25 @@ def line_of(units: Sequence[UnitOptions]) -> tuple[dict[str, str], ...]:
     return tuple(line)
 
 
-def cost_of(units: Sequence[UnitOptions], choices: Choices) -> float:
-    """What a configuration costs."""
-    return sum(each.cost for each in _chosen(units, choices))
+def cost_of(packs: Sequence[PackOptions], choices: Choices) -> float:
+    return sum(choice.cost for choice in _chosen(packs, choices))
 
 
-def predicted_loss(units: Sequence[UnitOptions], choices: Choices) -> float:
-    """What a configuration loses if losses add up."""
-    return sum(each.loss for each in _chosen(units, choices))
+def predicted_loss(packs: Sequence[PackOptions], choices: Choices) -> float:
+    """The loss of a configuration if losses add up."""
+    return sum(choice.loss for choice in _chosen(packs, choices))
 
 
-def _chosen(units: Sequence[UnitOptions], choices: Choices) -> list[Choice]:
-    return [option for unit in units for option in unit.options if option.format == choices[unit.name]]
-
-
-def _total(times: Sequence[float | None]) -> float | None:
-    known = [each for each in times if each is not None]
-    return sum(known) if len(known) == len(times) else None
+def _chosen(packs: Sequence[PackOptions], choices: Choices) -> list[Choice]:
+    return [option for pack in packs for option in pack.options if option.format == choices[pack.name]]
 
 
 @dataclass(kw_only=True, slots=True)
 class Search:
-    """The configurations that were measured so far."""
+    """A search under way, with all configurations that were measured so far."""
 
-    units: Sequence[UnitOptions]
-    evaluate: Evaluate
+    packs: Sequence[PackOptions]
+    evaluate: Callable[[Choices], Loss]
     budget: Budget
     limit: int  # of evaluations
     tried: dict[tuple[tuple[str, str], ...], Candidate]
@@ -167,43 +158,45 @@ class Search:
         if key not in self.tried:
             if len(self.tried) >= self.limit:
                 return None
+            chosen = _chosen(self.packs, choices)
+            times = [choice.microseconds for choice in chosen if choice.microseconds is not None]
             self.tried[key] = Candidate(
                 label=label,
                 choices=key,
-                cost=cost_of(self.units, choices),
-                num_bytes=sum(each.num_bytes for each in _chosen(self.units, choices)),
-                microseconds=_total([each.microseconds for each in _chosen(self.units, choices)]),
-                predicted_kl=predicted_loss(self.units, choices),
+                cost=cost_of(self.packs, choices),
+                num_bytes=sum(choice.num_bytes for choice in chosen),
+                microseconds=sum(times) if len(times) == len(chosen) else None,
+                predicted_kl=predicted_loss(self.packs, choices),
                 loss=self.evaluate(choices),
             )
         return self.tried[key]
 
     def bisect(self, *, tightened: float = 1.0) -> None:
-        """Measure along the line until neighbours disagree about the budget."""
-        line = line_of(self.units)
+        """Measure along the line until one of two neighbours holds the budget and the other does not."""
+        line = line_of(self.packs)
         low, high = -1, len(line)  # the last that holds, the first that does not
         while high - low > 1:
             middle = (low + high) // 2
-            found = self.measure(line[middle], f"step {middle} of {len(line) - 1}")
-            if found is None:
+            candidate = self.measure(line[middle], f"step {middle} of {len(line) - 1}")
+            if candidate is None:
                 return
-            if self.budget.holds(found.loss, tightened=tightened):
+            if self.budget.holds(candidate.loss, tightened=tightened):
                 low = middle
             else:
                 high = middle
 
     def best(self, *, tightened: float = 1.0) -> Candidate | None:
-        """The cheapest that was measured to hold the budget."""
-        held = [each for each in self.tried.values() if self.budget.holds(each.loss, tightened=tightened)]
-        return min(held, key=lambda each: (each.cost, each.loss.kl_divergence), default=None)
+        """The cheapest measured configuration that holds the budget."""
+        held = [tried for tried in self.tried.values() if self.budget.holds(tried.loss, tightened=tightened)]
+        return min(held, key=lambda tried: (tried.cost, tried.loss.kl_divergence), default=None)
 
     def most_accurate(self) -> Candidate:
-        """The one that takes least of the budget, for when none holds it."""
-        return min(self.tried.values(), key=lambda each: self.budget.share(each.loss))
+        """The measured configuration with the least share of the budget."""
+        return min(self.tried.values(), key=lambda tried: self.budget.share(tried.loss))
 
 
-def uniform(units: Sequence[UnitOptions], name: str) -> dict[str, str] | None:
-    """Every unit in one format, or None where one of them cannot be in it."""
-    if all(any(option.format == name for option in unit.options) for unit in units):
-        return {unit.name: name for unit in units}
+def uniform(packs: Sequence[PackOptions], name: str) -> dict[str, str] | None:
+    """Every pack in one format, or None where a pack cannot have it."""
+    if all(any(option.format == name for option in pack.options) for pack in packs):
+        return {pack.name: name for pack in packs}
     return None

@@ -10,12 +10,12 @@ from exporting import build_tiny
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
-from quantkit.quantization.calibration import collect
+from quantkit.quantization.calibration.passes import collect
 
 RUN_WHOLE = {
     "albert": "more than once",
-    "t5": "does not read what",
-    "quantkit_one_wide": "does not read what",
+    "t5": "does not read the output",
+    "quantkit_one_wide": "does not read the output",
 }
 CASES = [
     pytest.param(name, {**row.tiny, **variant}, id=f"{name}-{number}")
@@ -34,9 +34,9 @@ def test_every_input_of_every_family(name, sizes, tmp_path):
     rows = inputs_of(model, TOKENS, modules)
     blocks = [block.name for block in model_map.blocks]
     wanted = everything(model_map.matrices)
-    by_blocks = collect(model, TOKENS, wanted=wanted, blocks=blocks, folder=tmp_path / "blocks", batch=2)
+    by_blocks = collect(model, TOKENS, requested=wanted, blocks=blocks, folder=tmp_path / "blocks", batch=2)
     whole = collect(
-        model, TOKENS, wanted=wanted, blocks=(), folder=tmp_path / "whole", batch=5, memory_bytes=1 << 22
+        model, TOKENS, requested=wanted, blocks=(), folder=tmp_path / "whole", batch=5, memory_bytes=1 << 22
     )
     if name in RUN_WHOLE:
         assert RUN_WHOLE[name] in by_blocks.way

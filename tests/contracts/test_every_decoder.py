@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from exporting import DECODERS, NOTHING, build_tiny, decoder_cases, error, export
+from fake_quantize import fake_quantize
 from stepping import one_by_one
 
 from quantkit.export.fused.decoder import why_not
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.checkpoint import open_checkpoint
-from quantkit.quantization.simulate import fake_quantize
 from quantkit.runtime.decoder import open_decoder, positions_of, start, step
 
 CASES = decoder_cases()

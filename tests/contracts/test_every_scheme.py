@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from exporting import build_tiny, error, export, observe
+from fake_quantize import fake_quantize
 
 from quantkit.model.model_map import Role
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.targets import TARGETS
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.layout import DTYPES, planned_bytes
-from quantkit.quantization.simulate import fake_quantize
 from quantkit.recipe import Recipe
 from quantkit.runtime.decoder import open_decoder
 
@@ -39,10 +39,10 @@ def original(tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(original, tmp_path_factory):
     """Each scheme's folder and what was exported, made once."""
-    made, evidence = {}, observe(original[2], IDS)
+    made, statistics = {}, observe(original[2], IDS)
     for name in SCHEMES:
         folder = tmp_path_factory.mktemp(name)
-        made[name] = (folder, export(original[0], folder, scheme=name, statistics=evidence))
+        made[name] = (folder, export(original[0], folder, scheme=name, statistics=statistics))
     return made
 
 

@@ -16,7 +16,13 @@ from quantkit.errors import InputError
 from quantkit.model.model_map import NormKind
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.quantization.transforms import TRANSFORMS
-from quantkit.quantization.transforms.basis import BASIS_KINDS, Diagonal, HeadRotation, Heads, Permutation
+from quantkit.quantization.transforms.basis import (
+    BASIS_KINDS,
+    Diagonal,
+    HeadRotation,
+    Permutation,
+    head_permutation,
+)
 from quantkit.quantization.transforms.change import _put, apply_change
 from quantkit.quantization.transforms.draft import Draft
 from quantkit.quantization.transforms.hadamard import random_hadamard
@@ -201,7 +207,7 @@ def some_basis(space, kind):
         return random_hadamard(space.width, 0)
     heads, head_dim = space.num_kv_heads or 4, space.head_dim or space.width // 4
     if kind == "head_permutation":
-        return Heads(order_H=random.permutation(heads), head_dim=head_dim)
+        return head_permutation(random.permutation(heads), head_dim)
     turns = [random_hadamard(head_dim, head).matrix_II() for head in range(heads)]
     return HeadRotation(rotations_HDD=np.stack(turns))
 

@@ -17,6 +17,7 @@ import torch
 from doubles import logits_of as logits_in_double
 from doubles import make_subject
 from exporting import NOTHING, build_tiny, error, export
+from fake_quantize import fake_quantize
 from stepping import one_by_one
 
 from quantkit.errors import InputError
@@ -32,7 +33,6 @@ from quantkit.model.weights.torch_model import torch_model
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 from quantkit.quantization.checkpoint import open_checkpoint
-from quantkit.quantization.simulate import fake_quantize
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.spaces import spaces_of
 from quantkit.runtime.decoder import open_decoder

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from exporting import NOTHING, build_tiny, error, write_model
+from exporting import build_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,10 +17,8 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
 from quantkit.pipeline.ffn_units import bits_lost, ffn_units, observe_units, verdict
-from quantkit.plan.select import choose
-from quantkit.quantization.transforms.prune import dead_units, prune_dead
+from quantkit.quantization.dead_units import dead_units
 from quantkit.report.losses import sensitivity_page
-from quantkit.runtime.decoder import open_decoder
 
 SIZES = {
     "vocab_size": 61,
@@ -135,50 +133,6 @@ def test_what_is_proved_is_silent_whatever_is_read(name, tmp_path):
         given_ = norm(torch.cat([x, worst, -worst]))
         made = mlp.act_fn(key(given_))
     assert (made[:, found.silent_H] == 0).all()
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("name", VARIANTS)
-def test_pruning_what_is_proved_changes_nothing(name, tmp_path):
-    """The same logits in float64 with the units cut out of torch's modules, and in the written graph."""
-    model = build(name)
-    with torch.no_grad():
-        for index, layer in enumerate(model.model.layers):
-            for each in (layer.mlp.up_proj, getattr(layer.mlp, "gate_proj", layer.mlp.up_proj)):
-                each.weight[index : index + 9] = 0
-                if each.bias is not None:
-                    each.bias[index : index + 9] = 0
-            layer.mlp.down_proj.weight[:, 40:43] = 0
-    model_map, weights, _ = looked_at(model, tmp_path / "model")
-    pruned, cut = prune_dead(model_map, weights)
-    assert [block.ffn.hidden_features for block in pruned.blocks] == [52, 52]
-    lost = 2 * 12 * (32 * (3 if "glu" in name else 2) + (0 if name == "swiglu" else 1 + ("glu" in name)))
-    assert model_map.num_parameters - pruned.num_parameters == lost
-    ids = torch.from_numpy(TOKENS[:, :12])
-    double = build(name).double()
-    double.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        wanted = double(ids).logits
-        for index, layer in enumerate(double.model.layers):
-            for part in ("up_proj", "gate_proj", "down_proj"):
-                if hasattr(layer.mlp, part):
-                    linear, path = getattr(layer.mlp, part), f"model.layers.{index}.mlp.{part}"
-                    linear.weight = torch.nn.Parameter(torch.from_numpy(cut.read(f"{path}.weight")).double())
-                    if linear.bias is not None:
-                        linear.bias = torch.nn.Parameter(torch.from_numpy(cut.read(f"{path}.bias")).double())
-        assert error(double(ids).logits.numpy(), wanted.numpy()).relative < 1e-14
-    (tmp_path / "out").mkdir()
-    write_model(pruned, choose(pruned, min_dim=NOTHING), cut, tmp_path / "out", scheme="int8_block32")
-    made = open_decoder(tmp_path / "out", threads=1).logits(TOKENS[:, :12])
-    assert error(made, wanted.numpy()).relative < 1e-5
-
-
-@pytest.mark.once
-def test_nothing_is_pruned_where_nothing_is_proved(tmp_path):
-    model_map, weights, _ = looked_at(build("swiglu"), tmp_path)
-    pruned, cut = prune_dead(model_map, weights)
-    assert pruned == model_map
-    assert cut.kept == {}
 
 
 @pytest.mark.once

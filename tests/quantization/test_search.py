@@ -12,8 +12,8 @@ from quantkit.quantization.search import (
     Budget,
     Choice,
     Loss,
+    PackOptions,
     Search,
-    UnitOptions,
     cost_of,
     hull_of,
     line_of,
@@ -26,7 +26,7 @@ FORMATS = ("float", "int8", "int4")
 NUMBERS = st.integers(0, 40).map(float)
 UNITS = st.lists(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=3), min_size=1, max_size=4).map(
     lambda drawn: tuple(
-        UnitOptions(
+        PackOptions(
             name=f"u{number}",
             layers=(f"u{number}",),
             options=tuple(
@@ -77,7 +77,7 @@ def test_bisection_ends_at_the_cheapest_of_the_line_that_holds(units, limit):
     def evaluate(choices):
         return Loss(ppl_increase=0.0, kl_divergence=predicted_loss(units, choices), top1_agreement=1.0)
 
-    search = Search(units=units, evaluate=evaluate, budget=Budget(max_kl=limit), limit=20, tried={})
+    search = Search(packs=units, evaluate=evaluate, budget=Budget(max_kl=limit), limit=20, tried={})
     search.bisect()
     holding = [cost_of(units, each) for each in line_of(units) if predicted_loss(units, each) <= limit]
     best = search.best()
@@ -105,7 +105,7 @@ def test_both_limits_count_and_the_tighter_one_decides():
 
 
 def test_no_more_is_measured_than_is_allowed():
-    unit = UnitOptions(
+    unit = PackOptions(
         name="u",
         layers=("u",),
         options=tuple(Choice(format=str(i), loss=float(i * i), cost=float(100 - i)) for i in range(40)),
@@ -116,7 +116,7 @@ def test_no_more_is_measured_than_is_allowed():
         calls.append(choices)
         return Loss(ppl_increase=0.0, kl_divergence=9.0, top1_agreement=1.0)
 
-    search = Search(units=[unit], evaluate=evaluate, budget=Budget(max_kl=1.0), limit=3, tried={})
+    search = Search(packs=[unit], evaluate=evaluate, budget=Budget(max_kl=1.0), limit=3, tried={})
     search.bisect()
     assert len(calls) == 3
     assert search.best() is None
@@ -125,7 +125,7 @@ def test_no_more_is_measured_than_is_allowed():
 
 
 def test_uniform_needs_every_unit_to_have_the_format():
-    one = UnitOptions(name="a", layers=("a",), options=(Choice(format="int8", loss=0, cost=1),))
-    two = UnitOptions(name="b", layers=("b",), options=(Choice(format="int4", loss=0, cost=1),))
+    one = PackOptions(name="a", layers=("a",), options=(Choice(format="int8", loss=0, cost=1),))
+    two = PackOptions(name="b", layers=("b",), options=(Choice(format="int4", loss=0, cost=1),))
     assert uniform([one], "int8") == {"a": "int8"}
     assert uniform([one, two], "int8") is None

@@ -71,7 +71,7 @@ def test_one_product_alone_loses_what_a_changed_model_loses(name, bits, tmp_path
     model_map, units = units_of(model)
     found = measure_sensitivity(
         model, model_map, units, [name], TOKENS,
-        fit="rtn", evidence=nobody, cache=tmp_path / "s.json", key="tiny",
+        fit="rtn", statistics=nobody, cache=tmp_path / "s.json", key="tiny",
     )  # fmt: skip
     assert [unit.name for unit in found] == [unit.name for unit in units]
     changed = copy.deepcopy(model)
@@ -93,7 +93,7 @@ def test_a_head_that_shares_its_table_changes_the_embedding_too(tmp_path):
     head = [unit for unit in units if unit.name == "lm_head"]
     found = measure_sensitivity(
         model, model_map, head, ["int8_block32"], TOKENS,
-        fit="rtn", evidence=nobody, cache=tmp_path / "s.json", key="tiny",
+        fit="rtn", statistics=nobody, cache=tmp_path / "s.json", key="tiny",
     )  # fmt: skip
     changed = copy.deepcopy(model)
     weight = changed.model.embed_tokens.weight
@@ -109,7 +109,7 @@ def test_losses_of_all_products_add_up_to_about_that_of_the_exported_model(tmp_p
     model_map, units = units_of(model)
     found = measure_sensitivity(
         model, model_map, units, ["int8_block32"], TOKENS,
-        fit="rtn", evidence=nobody, cache=tmp_path / "s.json", key="tiny",
+        fit="rtn", statistics=nobody, cache=tmp_path / "s.json", key="tiny",
     )  # fmt: skip
     export(tmp_path / "model", tmp_path / "out", scheme="int8_block32")
     decoder = open_decoder(tmp_path / "out", threads=1)
@@ -128,7 +128,7 @@ def test_what_is_known_is_not_measured_again(tmp_path):
     def run(key="tiny", fit="rtn"):
         return measure_sensitivity(
             model, model_map, units[:2], ["int8_block32"], TOKENS,
-            fit=fit, evidence=nobody, cache=cache, key=key,
+            fit=fit, statistics=nobody, cache=cache, key=key,
         )  # fmt: skip
 
     first = run()

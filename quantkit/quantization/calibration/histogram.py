@@ -1,8 +1,8 @@
-"""Ranges from a histogram that knows no range beforehand: its bins are the leading bits of a float32.
+"""Ranges of inputs from a histogram whose bins are the leading bits of a float32.
 
-Sign, exponent and eight bits of the fraction make 131,072 bins, each at most 0.4% wide of what it holds, from
-the smallest number to the largest. So one pass is enough, nothing is ever rescaled, and neither the order nor
-the size of the batches changes a count. A bin's values are taken as spread evenly over it.
+Sign, exponent and eight bits of the fraction make 131,072 bins from the smallest number to the largest, each
+at most 0.4% of its values wide. So the range need not be known before, one pass is enough, and neither the
+order nor the size of the batches changes a count. The values of a bin are taken as spread evenly over it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Letters: N bins that hold something, in ascending order.
+# Letters: N occupied bins, in ascending order.
 Doubles = NDArray[np.float64]
 DROPPED_BITS = 15  # of the 23 of the fraction
 HALF = 1 << (31 - DROPPED_BITS)  # bins of one sign
 NUM_BINS = 2 * HALF
 NARROWEST = 2.0**-30
-LEVELS = ("99", "99.9", "99.99", "99.999")  # percent of the values at or below the upper end
+LEVELS = ("99", "99.9", "99.99", "99.999")  # percent of the values at or below the upper end of a range
 ERROR_BITS = (8, 16)
-COARSE = 2.0 ** (-np.arange(25) / 2)  # parts of the full range that are tried: down to 1/4096
+COARSE = 2.0 ** (-np.arange(25) / 2)  # shares of the full range to try: down to 1/4096
 FINE = 2.0 ** (np.arange(-4, 5) / 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bins:
-    """What a histogram holds."""
+    """The occupied bins of a histogram."""
 
     below_N: Doubles  # lower edges
     above_N: Doubles  # upper edges
@@ -37,9 +37,9 @@ class Bins:
 
 
 def read_bins(counts: NDArray[np.int64], low: float, high: float) -> Bins:
-    """The bins that hold something, by value; negative codes come first in `counts`, largest last."""
+    """The occupied bins, by value; in `counts` negative values come first, each sign by magnitude."""
     codes = np.arange(HALF + 1, dtype=np.uint32) << np.uint32(DROPPED_BITS)
-    with np.errstate(invalid="ignore"):  # the codes beyond infinity hold nothing
+    with np.errstate(invalid="ignore"):  # codes beyond infinity are NaN
         edges = codes.view(np.float32).astype(np.float64)
     edges[~np.isfinite(edges)] = np.finfo(np.float32).max
     below = np.concatenate([-edges[:0:-1], edges[:-1]])
@@ -48,22 +48,17 @@ def read_bins(counts: NDArray[np.int64], low: float, high: float) -> Bins:
     kept = ordered > 0
     below_N, above_N = below[kept], above[kept]
     below_N[0], above_N[-1] = max(below_N[0], low), min(above_N[-1], high)
-    # An end that is an edge itself leaves no width, and counts are spread over the width.
+    # Counts are spread over the width of a bin, which must not be zero at the ends.
     above_N[0] = max(above_N[0], below_N[0] + NARROWEST * (1e-30 + abs(below_N[0])))
     below_N[-1] = min(below_N[-1], above_N[-1] - NARROWEST * (1e-30 + abs(above_N[-1])))
-    return Bins(
-        below_N=below_N,
-        above_N=above_N,
-        counts_N=ordered[kept].astype(np.float64),
-        low=low,
-        high=high,
-    )
+    counts_N = ordered[kept].astype(np.float64)
+    return Bins(below_N=below_N, above_N=above_N, counts_N=counts_N, low=low, high=high)
 
 
-def quantile(bins: Bins, part: float) -> float:
-    """The value with this part of all values at or below it."""
+def quantile(bins: Bins, share: float) -> float:
+    """The value with this share of all values at or below it."""
     ends_N = np.cumsum(bins.counts_N)
-    rank = part * ends_N[-1]
+    rank = share * ends_N[-1]
     place = min(int(np.searchsorted(ends_N, rank)), len(ends_N) - 1)
     within = 1 - (ends_N[place] - rank) / bins.counts_N[place]
     value = bins.below_N[place] + within * (bins.above_N[place] - bins.below_N[place])
@@ -88,39 +83,38 @@ def squared_error(bins: Bins, low: float, high: float, bits: int) -> float:
     top = bottom + num_steps * scale
     ends = np.stack([bins.below_N, bins.above_N])
     inner = np.minimum(np.maximum(ends, bottom), top)
-    whole = (
-        _rounding_integral(inner / scale) * scale**3 + _cubes(ends - inner) / 3
-    )  # beyond the ends: clipped
-    return float((bins.counts_N * (whole[1] - whole[0]) / (bins.above_N - bins.below_N)).sum())
+    clipped = _cubes(ends - inner) / 3
+    errors = _rounding_integral(inner / scale) * scale**3 + clipped
+    return float((bins.counts_N * (errors[1] - errors[0]) / (bins.above_N - bins.below_N)).sum())
 
 
 def least_error_range(bins: Bins, bits: int) -> tuple[float, float]:
-    """The range whose grid has the least squared error: both ends cut together first, then each alone."""
+    """The range whose grid has the least squared error: both ends are cut together first, then each alone."""
     full = np.array([min(bins.low, 0.0), max(bins.high, 0.0)])
     if full[1] - full[0] < np.finfo(np.float32).tiny:  # zeros alone
         return (float(full[0]), float(full[1]))
     errors: dict[tuple[float, float], float] = {}
 
-    def error(parts: tuple[float, float]) -> float:
-        if parts not in errors:
-            errors[parts] = squared_error(bins, float(full[0] * parts[0]), float(full[1] * parts[1]), bits)
-        return errors[parts]
+    def error(shares: tuple[float, float]) -> float:
+        if shares not in errors:
+            errors[shares] = squared_error(bins, float(full[0] * shares[0]), float(full[1] * shares[1]), bits)
+        return errors[shares]
 
-    best = min(((part, part) for part in COARSE.tolist()), key=error)
+    best = min(((share, share) for share in COARSE.tolist()), key=error)
     for steps in (COARSE, FINE, FINE):
         for side in (1, 0):
             centre = 1.0 if steps is COARSE else best[side]
             tried = [min(1.0, float(centre * step)) for step in steps]
-            options: list[Any] = [(best[0], part) if side else (part, best[1]) for part in tried]
+            options: list[Any] = [(best[0], share) if side else (share, best[1]) for share in tried]
             best = min([best, *options], key=error)
     low, high = full * best
     return (float(low), float(high))
 
 
 def ranges_of(bins: Bins) -> dict[str, tuple[float, float]]:
-    """Key "99.9": the 0.1% and the 99.9% quantile, and so on; "mse8" and "mse16": the least squared error."""
-    found = {
+    """Ranges by name: "99.9" from the 0.1% to the 99.9% quantile; "mse8" of the least squared error."""
+    quantiles = {
         level: (quantile(bins, 1 - float(level) / 100), quantile(bins, float(level) / 100))
         for level in LEVELS
     }
-    return found | {f"mse{bits}": least_error_range(bins, bits) for bits in ERROR_BITS}
+    return quantiles | {f"mse{bits}": least_error_range(bins, bits) for bits in ERROR_BITS}

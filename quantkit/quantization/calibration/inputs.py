@@ -1,53 +1,53 @@
-"""What is calibrated on what, and which inputs belong together in which part of the pass.
+"""The plan of a calibration pass: which statistics of which inputs are collected in which part of it.
 
-Matrices that read the very same tensor (query, key and value; gate and up) share one entry, so that a second
-moment is neither computed nor stored three times. That is seen in the recorded pass and not taken from a
+Matrices that read the very same tensor (query, key and value; gate and up) share one input, so that a second
+moment is neither computed nor stored three times. Sharing is read from the recorded pass and not from a
 family's facts, so it holds for any architecture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from quantkit.errors import InputError
 from quantkit.model import linears
 from quantkit.model.names import modules_by_name
-from quantkit.quantization.calibration import statistics as running
-from quantkit.quantization.calibration import store
-from quantkit.quantization.calibration.replay import Ints, Recording, is_same_call, record
+from quantkit.quantization.calibration import running, store
+from quantkit.quantization.calibration.recording import Recording, part_of
+from quantkit.quantization.calibration.statistics import FIELDS
+from quantkit.quantization.calibration.tokens import Tokens, require_known_ids
 
 BLOCKS, WHOLE, APART = "blocks", "whole", "apart"  # apart: whole, and no input counts as shared
 WAYS = (BLOCKS, WHOLE, APART)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class SharedInput:
     """One input, and the matrices that read it."""
 
     matrices: tuple[str, ...]
-    wants: frozenset[str]
+    statistics: frozenset[str]
     part: int
 
     @property
     def name(self) -> str:
-        """The matrix under whose name its statistics are stored."""
+        """The matrix under whose name the statistics are stored."""
         return self.matrices[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What is calibrated, on what, and into which folder."""
+class CalibrationRun:
+    """A model, its calibration text, the requested statistics, and the folder for them."""
 
     module: nn.Module
-    tokens_BT: Ints
+    tokens_BT: Tokens
     matrices: Mapping[str, nn.Module]  # each module once, under the first of its names
-    names: Mapping[str, str]  # every name that was asked for -> its name in `matrices`
-    wanted: Mapping[str, frozenset[str]]
+    names: Mapping[str, str]  # every requested name -> its name in `matrices`
+    requested: Mapping[str, frozenset[str]]
     blocks: Mapping[str, nn.Module]
     folder: Path
     key: str
@@ -55,150 +55,87 @@ class Subject:
     seed: int
     memory_bytes: int
 
-    def batches(self) -> Iterator[tuple[int, Ints]]:
+    def batches(self) -> Iterator[tuple[int, Tokens]]:
         """(number of the first window, windows)."""
         for begin in range(0, len(self.tokens_BT), self.batch):
             yield begin, self.tokens_BT[begin : begin + self.batch]
 
-    def wants_of(self, matrix: str) -> frozenset[str]:
-        """All that is asked of a matrix, under whichever name."""
+    def statistics_of(self, matrices: Iterable[str]) -> frozenset[str]:
+        """All statistics requested of these matrices, under any of their names."""
         return frozenset().union(
-            *(self.wanted[name] for name, first in self.names.items() if first == matrix)
+            *(self.requested[name] for name, first in self.names.items() if first in matrices)
         )
 
-    def bytes_of(self, entry: Entry) -> int:
-        """Memory of an entry's running statistics."""
-        return running.expected_bytes(_width(self.matrices[entry.name]), entry.wants)
+    def width_of(self, shared: SharedInput) -> int:
+        module = self.matrices[shared.name]
+        kind = linears.kind_of(module)
+        assert kind is not None, type(module).__name__
+        return linears.weight_OI(module, kind).shape[1]
+
+    def require_space(self, inputs: Sequence[SharedInput], hidden_bytes: int) -> None:
+        """Refuse a disk that cannot hold the statistics and the hidden states."""
+        sizes = [running.stored_bytes(self.width_of(shared), shared.statistics) for shared in inputs]
+        store.require_space(self.folder, hidden_bytes + sum(sizes))
 
 
-def open_subject(
+def open_run(
     module: nn.Module,
-    tokens_BT: Ints,
-    wanted: Mapping[str, frozenset[str]],
+    tokens_BT: Tokens,
+    requested: Mapping[str, frozenset[str]],
     blocks: Sequence[str],
     folder: Path,
     *,
     batch: int,
     seed: int,
     memory_bytes: int,
-) -> Subject:
-    """Find the modules behind the names, and refuse what cannot be calibrated."""
+) -> CalibrationRun:
+    """Find the modules behind the names, and refuse token ids outside of the vocabulary."""
     assert tokens_BT.ndim == 2, tokens_BT.shape
     assert tokens_BT.size, "no windows"
     assert batch >= 1, batch
-    unknown = frozenset().union(*wanted.values()) - set(running.WANTS)
+    unknown = frozenset().union(*requested.values()) - set(FIELDS)
     assert not unknown, f"no such statistics: {sorted(unknown)}"
     named = modules_by_name(module)
-    missing = [name for name in (*wanted, *blocks) if name not in named]
+    missing = [name for name in (*requested, *blocks) if name not in named]
     assert not missing, f"the model has no modules {missing[:4]}"
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(named[name]), name) for name in wanted}
-    _check_ids(module, tokens_BT)
-    return Subject(
+    names = {name: first.setdefault(id(named[name]), name) for name in requested}
+    table = getattr(module, "get_input_embeddings", lambda: None)()
+    num_rows = getattr(table, "num_embeddings", None)
+    if num_rows is not None:
+        require_known_ids(tokens_BT, num_rows, where="calibration")
+    return CalibrationRun(
         module=module,
         tokens_BT=tokens_BT,
         matrices={name: named[name] for name in first.values()},
         names=names,
-        wanted=wanted,
+        requested=requested,
         blocks={name: named[name] for name in blocks},
         folder=folder,
-        # Batch and memory decide which part holds what, and an unfinished run goes on part by part.
-        key=store.key_of(module, tokens_BT, wanted, blocks, [seed, batch, memory_bytes]),
+        # Batch and memory decide the content of each part, and an unfinished run goes on part by part.
+        key=store.key_of(module, tokens_BT, requested, blocks, [seed, batch, memory_bytes]),
         batch=batch,
         seed=seed,
         memory_bytes=memory_bytes,
     )
 
 
-def _check_ids(module: nn.Module, tokens_BT: Ints) -> None:
-    table = getattr(module, "get_input_embeddings", lambda: None)()
-    num_rows = getattr(table, "num_embeddings", None)
-    if num_rows is not None and not 0 <= int(tokens_BT.min()) <= int(tokens_BT.max()) < num_rows:
-        raise InputError(
-            f"token ids from {int(tokens_BT.min())} to {int(tokens_BT.max())}",
-            where="calibration",
-            allowed=f"0 to {num_rows - 1}, the model's vocabulary",
-            next_step="encode the text with the tokenizer that belongs to the model",
-        )
-
-
-def _width(module: nn.Module) -> int:
-    kind = linears.kind_of(module)
-    assert kind is not None, type(module).__name__
-    return linears.weight_OI(module, kind).shape[1]
-
-
-def record_calls(subject: Subject) -> Mapping[int, Recording]:
-    """One recording for each size of batch; a second one of the first size shows what never changes."""
-    made: list[tuple[int, Recording]] = []
-    for _, windows_BT in subject.batches():
-        sizes = [size for size, _ in made]
-        if len(made) < 2 or len(windows_BT) not in sizes:
-            one = record(subject.module, windows_BT, blocks=subject.blocks, matrices=subject.matrices)
-            made.append((len(windows_BT), one))
-        if made[0][1].problem:  # it will be run whole: one recording tells all
-            break
-    size, first = made[0]
-    first.problem = first.problem or _out_of_place(first)
-    for other_size, other in made[1:]:
-        changed = _what_changes(first, other) if other_size == size else None
-        first.problem = first.problem or other.problem or changed
-    return dict(reversed(made))  # of one size, the first counts
-
-
-def _what_changes(first: Recording, second: Recording) -> str | None:
-    if [call.name for call in first.blocks] != [call.name for call in second.blocks]:
-        return "which blocks run depends on the text"
-    for one, other in zip(first.blocks, second.blocks, strict=True):
-        if not is_same_call([one.args, one.kwargs], [other.args, other.kwargs]):
-            return f"what block '{one.name}' is given depends on the text"
-    return None
-
-
-def _part_of(moment: int, num_blocks: int) -> int:
-    """0 before the blocks, 1 and on within them, one more after the last; -1 between two of them."""
-    if moment % 2:
-        return moment // 2 + 1
-    return {0: 0, 2 * num_blocks: num_blocks + 1}.get(moment, -1)
-
-
-def _out_of_place(recording: Recording) -> str | None:
+def shared_inputs(run: CalibrationRun, recording: Recording, way: str) -> list[SharedInput]:
+    """Inputs of the pass; matrices that read the same tensors in the same order share one."""
+    groups: dict[Any, list[str]] = {}
     for name, calls in recording.calls.items():
-        parts = {_part_of(moment, len(recording.blocks)) for moment, _ in calls}
-        if -1 in parts or len(parts) > 1:
-            return f"'{name}' is called between blocks or in several of them"
-    return None
-
-
-def entries_of(subject: Subject, recording: Recording, kind: str) -> list[Entry]:
-    """Matrices that read the same tensors in the same order are one entry; each unseen one is its own."""
-    num_blocks = len(recording.blocks)
-    grouped: dict[Any, list[str]] = {}
-    for name, calls in recording.calls.items():
-        shares = bool(calls) and kind != APART
-        grouped.setdefault(tuple(calls) if shares else name, []).append(name)
-    holders = {
+        shares = bool(calls) and way != APART
+        groups.setdefault(tuple(calls) if shares else name, []).append(name)
+    block_numbers = {
         id(child): number for number, call in enumerate(recording.blocks) for child in call.block.modules()
     }
-    entries = []
-    for names in grouped.values():
-        calls = recording.calls[names[0]]
-        part = 0
-        if kind == BLOCKS:
-            within = holders.get(id(subject.matrices[names[0]]), -1) + 1
-            part = _part_of(calls[0][0], num_blocks) if calls else within
+    inputs = []
+    for names in groups.values():
+        calls, part = recording.calls[names[0]], 0
+        if way == BLOCKS:
+            within = block_numbers.get(id(run.matrices[names[0]]), -1) + 1
+            part = part_of(calls[0][0], len(recording.blocks)) if calls else within
             if not calls and not within:
                 continue  # the model runs without it
-        wants = frozenset().union(*(subject.wants_of(name) for name in names))
-        entries.append(Entry(matrices=tuple(names), wants=wants, part=part))
-    return entries
-
-
-def require_space(subject: Subject, entries: Sequence[Entry], hidden_bytes: int) -> None:
-    """Refuse a disk that cannot hold the statistics and the hidden states."""
-    num_values = 0
-    for entry in entries:
-        width = _width(subject.matrices[entry.name])
-        num_values += width * width if "second_moment" in entry.wants else 0
-        num_values += width * running.SAMPLE_ROWS if "sample" in entry.wants else 0
-    store.require_space(subject.folder, hidden_bytes + 4 * num_values)
+        inputs.append(SharedInput(matrices=tuple(names), statistics=run.statistics_of(names), part=part))
+    return inputs

@@ -1,7 +1,7 @@
-"""Which projections are fitted to what their outputs do to predictions, and the pass that sees it.
+"""Weights of outputs: for GPTQ, how much a change of each output matters to the model's predictions.
 
-Eight bits lose too little for it, a head is read by nothing but the prediction itself, and where a model
-predicts no tokens there is nothing to weigh: those are fitted to their outputs alone.
+Skips lm_head, whose outputs are the logits, and models that predict no tokens: those projections are fitted
+to the error of their outputs alone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from quantkit.model.load import Source
 from quantkit.model.model_map import Layer, ModelMap, Role
@@ -18,18 +17,21 @@ from quantkit.model.names import modules_by_name
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.progress import Progress
-from quantkit.quantization.calibration import GradientsFile, NotPlainError, collect_gradients
-from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding import QUANTIZERS
-from quantkit.quantization.rounding.apply import Evidences
-from quantkit.quantization.simulate import rows_of
-from quantkit.recipe import Recipe
+from quantkit.quantization.calibration.gradients import collect_gradients
+from quantkit.quantization.calibration.replay import NotBlockwiseError
+from quantkit.quantization.calibration.statistics import InputStatistics, StatisticsOf
+from quantkit.quantization.calibration.store import StatisticsFile
+from quantkit.quantization.calibration.tokens import Tokens
+from quantkit.quantization.layout import rows_of
+from quantkit.quantization.rounding import FITS
 
 
-def weighed(recipe: Recipe, planned: frozenset[str], model_map: ModelMap) -> tuple[Layer, ...]:
-    """The projections whose outputs are to be weighed."""
+def weighed_layers(
+    model_map: ModelMap, planned: frozenset[str], *, fit: str, num_windows: int
+) -> tuple[Layer, ...]:
+    """The projections whose outputs are weighed."""
     predicts = any(layer.role is Role.LM_HEAD for layer in model_map.layers)
-    if QUANTIZERS[recipe.fit].join is None or not predicts or not recipe.calibration.gradient_windows:
+    if FITS[fit].encode_jointly is None or not predicts or not num_windows:
         return ()
     return tuple(
         layer
@@ -38,43 +40,48 @@ def weighed(recipe: Recipe, planned: frozenset[str], model_map: ModelMap) -> tup
     )
 
 
-def weigh(
+def weigh_outputs(
     source: Source,
     model_map: ModelMap,
     weights: TensorSource,
     layers: tuple[Layer, ...],
-    tokens_BT: NDArray[np.int64],
+    tokens_BT: Tokens,
     *,
-    recipe: Recipe,
+    num_windows: int,
+    seed: int,
     folder: Path,
     progress: Progress,
-) -> GradientsFile | str:
-    """What was seen of the gradients at their outputs, or why nothing can be."""
-    tokens_BT = tokens_BT[:: -(-len(tokens_BT) // recipe.calibration.gradient_windows)]
+) -> StatisticsFile | str:
+    """Second moments of the gradients at these projections' outputs, or the reason why there are none."""
+    tokens_BT = tokens_BT[:: -(-len(tokens_BT) // num_windows)]
     with progress.stage("weights of outputs", total=int(tokens_BT.size), unit="tokens") as count:
         module = torch_model(source, model_map, weights)
         named = modules_by_name(module)
+        outputs = {
+            layer.name: (named[layer.matrix], torch.from_numpy(rows_of(layer.rows))) for layer in layers
+        }
         try:
             return collect_gradients(
                 module,
                 tokens_BT,
-                outputs={layer.name: (named[layer.matrix], rows_of(layer.rows)) for layer in layers},
+                outputs=outputs,
                 blocks={block.name: named[block.name] for block in model_map.blocks},
                 folder=folder,
-                seed=recipe.calibration.seed,
+                seed=seed,
                 progress=count,
             )
-        except NotPlainError as error:
+        except NotBlockwiseError as error:
             return str(error)
 
 
-def with_gradients(evidence: Evidences, found: GradientsFile) -> Evidences:
-    """What was seen of inputs and outputs together."""
+def with_gradients(statistics: StatisticsOf, gradients: StatisticsFile) -> StatisticsOf:
+    """Statistics of a projection's input with the gradients at its outputs."""
 
-    def both(layer: Layer) -> Evidence | None:
-        seen = evidence(layer)
-        if seen is None:
-            return None
-        return replace(seen, gradient_OO=found.read(layer.name), num_gradients=found.num_rows)
+    def with_outputs(layer: Layer) -> InputStatistics | None:
+        inputs = statistics(layer)
+        if inputs is None or layer.name not in gradients.located:
+            return inputs
+        moment_OO = gradients.read(layer.name).second_moment_II
+        return replace(inputs, gradient_OO=moment_OO, num_gradients=gradients.num_tokens)
 
-    return both
+    return with_outputs

@@ -1,16 +1,17 @@
 """The calibration pass: blocks one after the other over all windows, or the whole model where that fails.
 
-Running block by block keeps one block's statistics in memory and nothing of the others, whatever the depth
-and whatever the number of windows; hidden states wait in a file, so the time stays linear. A model that is no
-chain of plain blocks (an encoder beside a decoder, one block called many times) is run whole, several times
-over the text if its statistics do not fit into memory together. Layer-wise calibration is that of GPTQ,
+Running block by block keeps the statistics of one block in memory, whatever the depth and the number of
+windows; hidden states wait in a file, so the time stays linear. A model that is no chain of blocks (an
+encoder beside a decoder, one block called many times) is run whole, several times over the text if its
+statistics do not fit into memory together. Layer-wise calibration is that of GPTQ,
 https://arxiv.org/abs/2210.17323.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,53 +20,43 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.quantization.calibration import statistics as running
-from quantkit.quantization.calibration import store
+from quantkit.quantization.calibration import running, store
 from quantkit.quantization.calibration.inputs import (
     APART,
     BLOCKS,
     WAYS,
     WHOLE,
-    Entry,
-    Subject,
-    entries_of,
-    open_subject,
-    record_calls,
-    require_space,
+    CalibrationRun,
+    SharedInput,
+    open_run,
+    shared_inputs,
 )
+from quantkit.quantization.calibration.recording import Recording, is_unchanged, record_calls
 from quantkit.quantization.calibration.replay import (
-    BlockCall,
-    Ints,
-    NotPlainError,
-    Recording,
-    digest_of,
-    first_input,
+    NotBlockwiseError,
     forward,
     head_left_out,
-    is_unchanged,
     replay,
+    require_as_recorded,
     run_after,
     run_before,
 )
+from quantkit.quantization.calibration.tokens import Tokens
+from quantkit.quantization.modules import watching_inputs
 
-Progress = Callable[[int], None]
 MEMORY_BYTES = 1 << 29  # of running statistics, when the whole model runs at once
-REPLAY_TOLERANCE = (
-    1e-4  # of the sum of magnitudes; a replay is the same arithmetic, so any real change is larger
-)
 
 
 @dataclass(kw_only=True, slots=True)
 class Reporter:
-    """Turns work done into tokens reported: they add up to the text's tokens, however it is run."""
+    """Reports shares of the work as tokens, which add up to those of the text however it is run."""
 
-    progress: Progress
+    progress: Callable[[int], None]
     num_tokens: int
     reported: int = 0
 
-    def reach(self, part: float) -> None:
-        """This part of all work is done; what was reported is never taken back."""
-        count = int(self.num_tokens * min(part, 1.0)) - self.reported
+    def reach(self, share: float) -> None:
+        count = int(self.num_tokens * min(share, 1.0)) - self.reported
         if count > 0:
             self.reported += count
             self.progress(count)
@@ -73,11 +64,11 @@ class Reporter:
 
 @dataclass(kw_only=True, slots=True)
 class Held:
-    """An input that not all of its readers have been given yet."""
+    """A shared input that some of its readers have not read yet."""
 
     x: Tensor
     version: int
-    call: int  # the readers' how manieth
+    call: int  # index of the call
     num_readers: int = 1
 
 
@@ -86,42 +77,53 @@ class Watch:
     """What the hooks of one part gather."""
 
     is_open: bool = True
-    found: dict[str, running.Running] = field(default_factory=dict)
+    running: dict[str, running.Running] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)  # of every matrix
-    held: dict[str, Held] = field(default_factory=dict)  # by entry, where several matrices are to read it
+    held: dict[str, Held] = field(default_factory=dict)  # by the name of the shared input
     problem: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class RunState:
+    """Finished parts of a run, as its index lists them."""
+
+    way: str
+    reason: str | None  # why the model is not run block by block
+    done: int = 0  # parts
+    located: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 def collect(
     module: nn.Module,
-    tokens_BT: Ints,
+    tokens_BT: Tokens,
     *,
-    wanted: Mapping[str, frozenset[str]],
+    requested: Mapping[str, frozenset[str]],
     blocks: Sequence[str],
     folder: Path,
-    progress: Progress = lambda count: None,
+    progress: Callable[[int], None] = lambda count: None,
     batch: int = 1,
     seed: int = 0,
     memory_bytes: int = MEMORY_BYTES,
 ) -> store.StatisticsFile:
-    """Collect what is wanted of every matrix's input, or take finished statistics of the same key.
+    """Collect the requested statistics of every matrix's input, or open finished ones of the same key.
 
-    `progress` is told tokens, which add up to those of the text. An interrupted run goes on where it was.
+    `progress` is called with numbers of tokens, which add up to those of the text. An interrupted run
+    continues with the part that it was at.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    subject = open_subject(
-        module, tokens_BT, wanted, blocks, folder, batch=batch, seed=seed, memory_bytes=memory_bytes
+    run = open_run(
+        module, tokens_BT, requested, blocks, folder, batch=batch, seed=seed, memory_bytes=memory_bytes
     )
     reporter = Reporter(progress=progress, num_tokens=int(tokens_BT.size))
     index = store.read_index(folder)
-    if index.get("key") != subject.key:
+    if index.get("key") != run.key:
         store.clear(folder)
         index = {}
     if not index.get("is_finished"):
         was_training = [child for child in module.modules() if child.training]
         try:
             with torch.no_grad(), head_left_out(module.eval()):
-                _run(subject, index, reporter)
+                _run(run, index, reporter)
         finally:
             for child in was_training:
                 child.training = True
@@ -129,200 +131,186 @@ def collect(
     return store.open_statistics(folder)
 
 
-def _run(subject: Subject, index: Mapping[str, Any], reporter: Reporter) -> None:
-    """Try the ways in order; what was done under a later one is never done again under an earlier."""
-    recordings = record_calls(subject)
-    recording = recordings[min(subject.batch, len(subject.tokens_BT))]
-    reason = recording.problem
-    ways = WAYS[WAYS.index(index["kind"]) :] if index else WAYS[reason is not None :]
-    reason = index.get("reason") or reason
-    for kind in ways:
-        entries = entries_of(subject, recording, kind)
-        described = {"kind": kind, "reason": reason, "done": 0, "located": {}, **index}
+def _run(run: CalibrationRun, index: Mapping[str, Any], reporter: Reporter) -> None:
+    """Try the ways in order; an interrupted run continues in the way that it had reached."""
+    batches = (windows_BT for _, windows_BT in run.batches())
+    recordings = record_calls(run.module, batches, blocks=run.blocks, matrices=run.matrices)
+    recording = recordings[min(run.batch, len(run.tokens_BT))]
+    ways = WAYS[WAYS.index(index["kind"]) :] if index else WAYS[recording.problem is not None :]
+    done = RunState(way=ways[0], reason=recording.problem)
+    if index:
+        located = {name: (part, entry) for name, (part, entry) in index["located"].items()}
+        done = RunState(way=ways[0], reason=index["reason"], done=index["done"], located=located)
+    for way in ways:
+        inputs = shared_inputs(run, recording, way)
         try:
-            if kind == BLOCKS:
-                _run_blocks(subject, recordings, entries, described, reporter)
+            if way == BLOCKS:
+                _run_blocks(run, recordings, inputs, done, reporter)
             else:
-                _run_whole(subject, entries, described, reporter)
-        except NotPlainError as error:
-            if kind == APART:
+                _run_whole(run, inputs, done, reporter)
+        except NotBlockwiseError as error:
+            if way == APART:
                 raise
-            store.clear(subject.folder)
-            index, reason = {}, str(error)
+            store.clear(run.folder)
+            done = RunState(way=WAYS[WAYS.index(way) + 1], reason=str(error))
         else:
             return
 
 
 @contextmanager
-def _watching(subject: Subject, entries: Sequence[Entry], watch: Watch) -> Iterator[None]:
-    """Feed the inputs of these entries into their running statistics."""
+def _collecting(run: CalibrationRun, inputs: Sequence[SharedInput], watch: Watch) -> Iterator[None]:
+    """Add the inputs of these matrices to their running statistics."""
+    by_matrix = {name: shared for shared in inputs for name in shared.matrices}
 
-    def reading(name: str, entry: Entry) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not watch.is_open:
-                return
-            x = first_input(args, kwargs)
-            _compare(watch, name, entry, x)
-            if name == entry.name:
-                _require_finite(x, f"what is given to '{name}'")
-                if name not in watch.found:
-                    watch.found[name] = running.start(x.shape[-1], entry.wants, subject.seed)
-                running.add(watch.found[name], x.cpu())
+    def reading(name: str, x: Tensor) -> None:
+        if not watch.is_open:
+            return
+        shared = by_matrix[name]
+        _check_shared(watch, name, shared, x)
+        if name == shared.name:
+            _require_finite(x, f"input of '{name}'")
+            if name not in watch.running:
+                watch.running[name] = running.start(x.shape[-1], shared.statistics, run.seed)
+            running.add(watch.running[name], x.cpu())
 
-        return hook
-
-    with ExitStack() as stack:
-        for entry in entries:
-            for name in entry.matrices:
-                hooked = subject.matrices[name].register_forward_pre_hook(
-                    reading(name, entry), with_kwargs=True
-                )
-                stack.callback(hooked.remove)
+    with watching_inputs({name: run.matrices[name] for name in by_matrix}, reading):
         yield
     if watch.problem or watch.held:
-        raise NotPlainError(watch.problem or f"not all readers of {[*watch.held][:4]} were called")
+        raise NotBlockwiseError(watch.problem or f"not all readers of {[*watch.held][:4]} were called")
 
 
-def _compare(watch: Watch, name: str, entry: Entry, x: Tensor) -> None:
-    """Make sure that the matrices of an entry read one and the same tensor in every call, as recorded."""
-    if len(entry.matrices) == 1:
+def _check_shared(watch: Watch, name: str, shared: SharedInput, x: Tensor) -> None:
+    """Note a problem where the readers of a shared input read different tensors in some call."""
+    if len(shared.matrices) == 1:
         return
     call = watch.num_calls[name] = watch.num_calls.get(name, 0) + 1
-    held = watch.held.get(entry.name)
+    held = watch.held.get(shared.name)
     if held is None:
-        watch.held[entry.name] = Held(x=x, version=x._version, call=call)
+        watch.held[shared.name] = Held(x=x, version=x._version, call=call)
     elif held.call != call or not is_unchanged(x, held.x, held.version):
-        watch.problem = f"'{name}' does not always read what {[*entry.matrices]} read together"
+        watch.problem = f"'{name}' does not always read the shared input of {[*shared.matrices]}"
     else:
         held.num_readers += 1
-        if held.num_readers == len(entry.matrices):
-            del watch.held[entry.name]
+        if held.num_readers == len(shared.matrices):
+            del watch.held[shared.name]
 
 
 def _require_finite(x: Tensor, what: str) -> None:
-    num_bad = running.count_bad(x)
+    num_bad = running.num_nonfinite(x)
     if num_bad:
         kind = "NaN" if x.isnan().any() else "infinite"
         raise InputError(
-            f"{what} holds {num_bad} values of {x.numel()} that are {kind}",
+            f"{what}: {num_bad} values of {x.numel()} are {kind}",
             where="calibration",
             next_step="check the layers before it: their weights, or an overflow of half precision",
         )
 
 
 def _finish_part(
-    subject: Subject, entries: Sequence[Entry], watch: Watch, described: dict[str, Any], part: int, last: int
+    run: CalibrationRun, inputs: Sequence[SharedInput], watch: Watch, done: RunState, part: int, last: int
 ) -> None:
-    """Write a part's statistics and say in the index that it is done."""
+    """Write a part's statistics, and list it in the index."""
     finished = {}
-    for entry in entries:
-        seen = watch.found.pop(entry.name, None)
-        if seen is None or not seen.num_rows:
+    for shared in inputs:
+        sums = watch.running.pop(shared.name, None)
+        if sums is None or not sums.num_rows:
             continue
-        finished[entry.name] = running.finish(seen)
-        for name, first in subject.names.items():
-            if first in entry.matrices:
-                described["located"][name] = [part, entry.name]
+        finished[shared.name] = running.finish(sums)
+        for name, first in run.names.items():
+            if first in shared.matrices:
+                done.located[name] = part, shared.name
     if finished:
-        store.write_part(subject.folder, part, finished)
-    reason = described["reason"]
-    described |= {
-        "key": subject.key,
-        "done": part + 1,
-        "is_finished": part == last,
-        "way": described["kind"] if described["kind"] == BLOCKS else f"{WHOLE}: {reason}",
-        "wanted": {name: sorted(wants) for name, wants in subject.wanted.items()},
-        "unreached": [name for name in subject.wanted if name not in described["located"]],
-        "num_tokens": int(subject.tokens_BT.size),
-    }
-    store.write_index(subject.folder, described)
-    store.clear_hidden(subject.folder, keep=None if part == last else part + 1)
+        store.write_part(run.folder, part, finished)
+    file = store.StatisticsFile(
+        folder=run.folder,
+        key=run.key,
+        way=done.way if done.way == BLOCKS else f"{WHOLE}: {done.reason}",
+        requested=run.requested,
+        located=done.located,
+        num_tokens=int(run.tokens_BT.size),
+    )
+    store.write_index(file, is_finished=part == last, kind=done.way, reason=done.reason, done=part + 1)
+    store.clear_hidden(run.folder, keep=None if part == last else part + 1)
 
 
 def _run_blocks(
-    subject: Subject,
+    run: CalibrationRun,
     recordings: Mapping[int, Recording],
-    entries: Sequence[Entry],
-    described: dict[str, Any],
+    inputs: Sequence[SharedInput],
+    done: RunState,
     reporter: Reporter,
 ) -> None:
-    recording = recordings[min(subject.batch, len(subject.tokens_BT))]
+    recording = recordings[min(run.batch, len(run.tokens_BT))]
     num_blocks = len(recording.blocks)
-    last = max((entry.part for entry in entries), default=0)
+    last = max((shared.part for shared in inputs), default=0)
     assert recording.like is not None
-    require_space(subject, entries, 2 * len(subject.tokens_BT) * recording.like[0].nbytes)
-    done = described["done"]
-    if done and not store.hidden_path(subject.folder, done).exists():
-        described |= {"done": 0, "located": {}}
-        done = 0
-    for part in range(done, last + 1):
-        here = [entry for entry in entries if entry.part == part]
+    run.require_space(inputs, 2 * len(run.tokens_BT) * recording.like[0].nbytes)
+    if done.done and not store.hidden_path(run.folder, done.done).exists():
+        done.done, done.located = 0, {}
+
+    def outputs(part: int, watch: Watch) -> Iterator[Tensor]:
+        """The hidden states after a part, batch by batch; of the part after the blocks there are none."""
+        for begin, windows_BT in run.batches():
+            yield from _run_part(run, recordings[len(windows_BT)], part, begin, windows_BT, watch)
+            # Embeddings and norms take next to no time beside a block.
+            within = (begin + len(windows_BT)) / len(run.tokens_BT)
+            reporter.reach((part - 1 + within) / max(1, min(last, num_blocks)))
+
+    for part in range(done.done, last + 1):
+        here = [shared for shared in inputs if shared.part == part]
         watch = Watch(is_open=part <= num_blocks)
-        with ExitStack() as stack:
-            out = stack.enter_context(store.writing_hidden(subject.folder, part + 1)) if part < last else None
-            stack.enter_context(_watching(subject, here, watch))
-            for begin, windows_BT in subject.batches():
-                made = recordings[len(windows_BT)]
-                hidden_BTH = _run_part(subject, made, part, begin, windows_BT, watch)
-                if out and hidden_BTH is not None:
-                    store.append_hidden(out, hidden_BTH.cpu())
-                # Embeddings and norms take next to no time beside a block.
-                within = (begin + len(windows_BT)) / len(subject.tokens_BT)
-                reporter.reach((part - 1 + within) / max(1, min(last, num_blocks)))
-        _finish_part(subject, here, watch, described, part, last)
+        with _collecting(run, here, watch):
+            if part < last:
+                store.write_hidden(run.folder, part + 1, outputs(part, watch))
+            else:
+                deque(outputs(part, watch), maxlen=0)
+        _finish_part(run, here, watch, done, part, last)
 
 
 def _run_part(
-    subject: Subject, made: Recording, part: int, begin: int, windows_BT: Ints, watch: Watch
-) -> Tensor | None:
+    run: CalibrationRun, recording: Recording, part: int, begin: int, windows_BT: Tokens, watch: Watch
+) -> Iterator[Tensor]:
     """One part on one batch: before the blocks, a block, or after them."""
     if part == 0:
-        return run_before(subject.module, windows_BT, made.blocks[0])
-    assert made.like is not None
-    hidden_BTH = store.read_hidden(subject.folder, part, begin, made.like)
-    hidden_BTH = hidden_BTH.to(made.like.device)
-    if part <= len(made.blocks):
-        return _run_block(made.blocks[part - 1], hidden_BTH, is_first=begin == 0)
+        yield run_before(run.module, windows_BT, recording.blocks[0])
+        return
+    assert recording.like is not None
+    hidden_BTH = store.read_hidden(run.folder, part, begin, recording.like).to(recording.like.device)
+    if part <= len(recording.blocks):
+        call = recording.blocks[part - 1]
+        output_BTH = replay(call, hidden_BTH)
+        _require_finite(output_BTH, f"output of block '{call.name}'")
+        if begin == 0:
+            require_as_recorded(call, output_BTH)
+        yield output_BTH
+        return
 
-    def begin_watching() -> None:
+    def open_watch() -> None:
         watch.is_open = True
 
     watch.is_open = False
-    run_after(subject.module, windows_BT, made.blocks, hidden_BTH, begin_watching)
-    return None
-
-
-def _run_block(call: BlockCall, hidden_BTH: Tensor, *, is_first: bool) -> Tensor:
-    output_BTH = replay(call, hidden_BTH)
-    _require_finite(output_BTH, f"what block '{call.name}' returns")
-    if is_first:
-        (total, _), (recorded, magnitude) = digest_of(output_BTH), call.digest
-        if abs(total - recorded) > REPLAY_TOLERANCE * magnitude:
-            raise NotPlainError(f"block '{call.name}' computes something else by itself")
-    return output_BTH
+    run_after(run.module, windows_BT, recording.blocks, hidden_BTH, open_watch)
 
 
 def _run_whole(
-    subject: Subject,
-    entries: Sequence[Entry],
-    described: dict[str, Any],
-    reporter: Reporter,
+    run: CalibrationRun, inputs: Sequence[SharedInput], done: RunState, reporter: Reporter
 ) -> None:
-    groups: list[list[Entry]] = [[]]
-    room = subject.memory_bytes
-    for entry in entries:
-        needed = subject.bytes_of(entry)
+    """The whole model over the text, once for each group of inputs whose statistics fit into memory."""
+    groups: list[list[SharedInput]] = [[]]
+    room = run.memory_bytes
+    for shared in inputs:
+        needed = running.expected_bytes(run.width_of(shared), shared.statistics)
         if needed > room and groups[-1]:
             groups.append([])
-            room = subject.memory_bytes
-        groups[-1].append(entry)
+            room = run.memory_bytes
+        groups[-1].append(shared)
         room -= needed
-    require_space(subject, entries, 0)
-    for part in range(described["done"], len(groups)):
+    run.require_space(inputs, 0)
+    for part in range(done.done, len(groups)):
         watch = Watch()
-        with _watching(subject, groups[part], watch):
-            for begin, windows_BT in subject.batches():
-                forward(subject.module, windows_BT)
-                within = (begin + len(windows_BT)) / len(subject.tokens_BT)
+        with _collecting(run, groups[part], watch):
+            for begin, windows_BT in run.batches():
+                forward(run.module, windows_BT)
+                within = (begin + len(windows_BT)) / len(run.tokens_BT)
                 reporter.reach((part + within) / len(groups))
-        _finish_part(subject, groups[part], watch, described, part, len(groups) - 1)
+        _finish_part(run, groups[part], watch, done, part, len(groups) - 1)

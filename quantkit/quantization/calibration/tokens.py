@@ -1,7 +1,7 @@
 """Calibration text as windows of token ids: the bundled text, a user's file, or ids in a `.npy` file.
 
-Windows do not overlap and are spread over the whole text: it is cut into as many equal stretches as windows
-are wanted, and each gives one window from a seeded place. A text that is shorter gives fewer windows.
+Windows do not overlap and are spread over the whole text: it is cut into as many equal stretches as there
+are windows, and one window is drawn from each with a seed. A shorter text gives fewer windows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from quantkit.errors import InputError
 from quantkit.model.model_map import EmbeddingKind, ModelMap
 
 # Letters: B windows, T tokens of a window, N tokens of the text, R and C rows and columns of a user's ids.
-Ints = NDArray[np.int64]
+Tokens = NDArray[np.int64]
 NUM_WINDOWS, LENGTH = 32, 512
 BUNDLED = "bundled calibration text"
 
 
 def context_length(model_map: ModelMap) -> int | None:
-    """The longest window that the model takes; None where its positions have no end."""
+    """The longest window of the model; None where its positions have no limit."""
     for table in model_map.embeddings:
         if table.kind is EmbeddingKind.POSITION:
             return table.num_rows - model_map.position_offset
@@ -40,8 +40,8 @@ def calibration_tokens(
     length: int = LENGTH,
     context: int | None = None,
     seed: int = 0,
-) -> Ints:
-    """Windows [B, T] of the text at `source` (`.npy`: of token ids), or of the bundled one."""
+) -> Tokens:
+    """Windows [B, T] of the text at `source` (a `.npy` file holds token ids), or of the bundled text."""
     length = length if context is None else min(length, context)
     if num_windows < 1 or length < 1:
         raise InputError(
@@ -52,6 +52,19 @@ def calibration_tokens(
         ids = _read_ids(source)
     else:
         ids = np.asarray(encode(_read_text(source)), np.int64)
+    require_known_ids(ids, vocab_size, where=where)
+    random = np.random.default_rng(seed)
+    if ids.ndim == 2:
+        return _choose_rows(ids, num_windows, length, random, where)
+    num_windows = min(num_windows, len(ids) // length)
+    if not num_windows:
+        raise _too_short(len(ids), length, where)
+    ends = np.linspace(0, len(ids), num_windows + 1).astype(np.int64)
+    starts = [int(random.integers(ends[i], ends[i + 1] - length + 1)) for i in range(num_windows)]
+    return np.stack([ids[begin : begin + length] for begin in starts])
+
+
+def require_known_ids(ids: Tokens, vocab_size: int, *, where: str) -> None:
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise InputError(
             f"token ids from {int(ids.min())} to {int(ids.max())}",
@@ -59,21 +72,12 @@ def calibration_tokens(
             allowed=f"0 to {vocab_size - 1}, the model's vocabulary",
             next_step="encode the text with the tokenizer that belongs to the model",
         )
-    chances = np.random.default_rng(seed)
-    if ids.ndim == 2:
-        return _choose_rows(ids, num_windows, length, chances, where)
-    num_windows = min(num_windows, len(ids) // length)
-    if not num_windows:
-        raise _too_short(len(ids), length, where)
-    ends = np.linspace(0, len(ids), num_windows + 1).astype(np.int64)
-    starts = [int(chances.integers(ends[i], ends[i + 1] - length + 1)) for i in range(num_windows)]
-    return np.stack([ids[begin : begin + length] for begin in starts])
 
 
 def _choose_rows(
-    ids_RC: Ints, num_windows: int, length: int, chances: np.random.Generator, where: str
-) -> Ints:
-    """Rows of ids are windows already; longer ones are cut into several."""
+    ids_RC: Tokens, num_windows: int, length: int, random: np.random.Generator, where: str
+) -> Tokens:
+    """Windows from rows of ids; a longer row is cut into several."""
     length = min(length, ids_RC.shape[1])
     if not ids_RC.size:
         raise _too_short(0, max(length, 1), where)
@@ -82,12 +86,12 @@ def _choose_rows(
     if len(windows_BT) <= num_windows:
         return windows_BT
     ends = np.linspace(0, len(windows_BT), num_windows + 1).astype(np.int64)
-    return windows_BT[[int(chances.integers(ends[i], ends[i + 1])) for i in range(num_windows)]]
+    return windows_BT[[int(random.integers(ends[i], ends[i + 1])) for i in range(num_windows)]]
 
 
-def _too_short(found: int, needed: int, where: str) -> InputError:
+def _too_short(num_tokens: int, needed: int, where: str) -> InputError:
     return InputError(
-        f"{found} tokens for calibration, {needed} are needed for one window",
+        f"{num_tokens} tokens for calibration, {needed} are needed for one window",
         where=where,
         next_step="give a longer text, or a shorter window",
     )
@@ -117,7 +121,7 @@ def _unreadable(source: Path, what: str) -> InputError:
     )
 
 
-def _read_ids(source: Path) -> Ints:
+def _read_ids(source: Path) -> Tokens:
     try:
         ids: NDArray[Any] = np.load(source, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -1,14 +1,14 @@
 """Quantizing a whole model a few rows at a time: parts of tensors come out as soon as they are known.
 
-Rows are read, fitted and rounded by two threads, because reading waits for the disk and numpy lets go
-of the interpreter; the parts still come out in order, so that two runs write the same bytes.
+Rows are read and encoded by several threads, because reading waits for the disk and numpy releases the
+interpreter lock; the parts still come out in order, so that two runs write the same bytes.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,87 +17,128 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from quantkit.errors import InputError
+from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import Layer
 from quantkit.plan.formats import Format, Grid
+from quantkit.quantization.calibration.statistics import InputStatistics, StatisticsOf
 from quantkit.quantization.grid import Encoded, Floats, decode_all, halves_of, to_bytes
-from quantkit.quantization.layout import HALVES, Contents, Evidence, Pack, TableEntry
-from quantkit.quantization.rounding import PLAIN, QUANTIZERS, Quantizer
+from quantkit.quantization.layout import (
+    HALVES,
+    Contents,
+    Pack,
+    Part,
+    TableEntry,
+    run_starts,
+    weight_name,
+)
+from quantkit.quantization.rounding import FITS, PLAIN, Fit
 from quantkit.quantization.rounding.errors import Sums, sums_of
 
-Part = tuple[str, NDArray[Any]]
-Evidences = Callable[[Layer], Evidence | None]  # what calibration saw of a projection's input
 CHUNK_VALUES = 1 << 20  # 4 MB of float32: large enough for numpy, small enough for the cache
 MAX_THREADS = 4
+Rows = Callable[[], Floats]  # reads some rows of a weight
 
 
 class Source(Protocol):
-    """What is needed of a checkpoint."""
+    """The weights of a checkpoint, by name."""
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
         """Rows as float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedFit:
+    """The fit of one matrix, with the part that its rows share."""
+
+    fit: Fit
+    grid: Grid
+    prepared: Any
+
+    def encode(self, weight_OI: Floats) -> Encoded:
+        """Encode any rows, each by itself."""
+        return self.fit.encode(weight_OI, self.grid, self.prepared)
+
+    def jointly(self, statistics: InputStatistics | None) -> Callable[[Floats], Encoded] | None:
+        """Encoding of all rows of a projection at once; None where that gains nothing over `encode`."""
+        encode, prepare = self.fit.encode_jointly, self.fit.prepare_outputs
+        if encode is None or prepare is None or statistics is None or self.prepared is None:
+            return None
+        outputs = prepare(statistics, self.grid)
+        if outputs is None:
+            return None
+        return lambda weight_OI: encode(weight_OI, self.grid, self.prepared, outputs)
+
+
+def prepared_fit(fit: str, grid: Grid, statistics: InputStatistics | None) -> PreparedFit:
+    """The fit of a matrix; plain rounding where its statistics are missing, and at 16 bits."""
+    row = FITS[fit]
+    is_blind = row.statistics and (statistics is None or not statistics.has(row.statistics))
+    if is_blind or grid.in_halves:
+        row = FITS[PLAIN]
+    prepared = row.prepare(statistics, grid) if row.prepare and statistics else None
+    return PreparedFit(fit=row, grid=grid, prepared=prepared)
 
 
 def quantized_parts(
     contents: Contents,
     source: Source,
     *,
-    transposed: Mapping[str, bool],
     gain_offset: float = 0.0,
     fit: str = PLAIN,
-    evidence: Evidences = lambda _: None,
+    statistics: StatisticsOf = lambda _: None,
     threads: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
     losses: dict[str, Sums] | None = None,
 ) -> Iterator[Part]:
     """Every tensor of `contents`, in parts and in order.
 
-    A matrix without the evidence that its fit wants is rounded plainly. `progress` is told how many weights
-    of projections were done; together they are all of them. `losses` is filled with what each pack lost.
+    A matrix without the statistics that its fit needs is rounded plainly. `progress` is called with numbers
+    of finished weights, which add up to those of all projections. `losses` is filled with the rounding
+    errors of each pack.
     """
     workers = threads or min(MAX_THREADS, os.cpu_count() or 1)
-    # Each worker computes alone: BLAS with threads of its own beside them would make all wait for all.
+    # Each worker computes alone: BLAS threads beside them would make all wait for all.
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(workers) as pool:
-        run = _Stream(pool=pool, depth=workers + 1, source=source, progress=progress)
-        run.quantizer, run.evidence = QUANTIZERS[fit], evidence
-        run.losses = {} if losses is None else losses
+        rounding = _Rounding(
+            pool=pool,
+            depth=workers + 1,
+            source=source,
+            fit=fit,
+            statistics=statistics,
+            progress=progress,
+            losses={} if losses is None else losses,
+        )
         for pack in contents.packs:
-            yield from run.pack(pack, transposed=transposed)
+            yield from rounding.pack(pack)
         for entry in contents.tables:
-            yield from run.table(entry)
+            yield from rounding.table(entry)
         for norm in contents.norms:
             # The offset goes into the gain, so that nothing later needs to know of it.
-            yield (
-                f"{norm.name}.weight",
-                source.read(f"{norm.name}.weight").reshape(-1) + np.float32(gain_offset),
-            )
+            gain_I = source.read(f"{norm.name}.weight").reshape(-1) + np.float32(gain_offset)
+            yield f"{norm.name}.weight", gain_I
             if norm.name in contents.norm_biases:
                 yield f"{norm.name}.bias", source.read(f"{norm.name}.bias")
         for name, _ in contents.loose:
             yield name, source.read(name)
 
 
-class _Stream:
-    """The threads, and what every tensor needs; a class only to keep the arguments in one place."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rounding:
+    """The threads, and the arguments that every tensor needs."""
 
-    def __init__(
-        self,
-        *,
-        pool: ThreadPoolExecutor,
-        depth: int,
-        source: Source,
-        progress: Callable[[int], None],
-    ) -> None:
-        self.pool, self.depth, self.source, self.progress = pool, depth, source, progress
-        self.quantizer: Quantizer = QUANTIZERS[PLAIN]
-        self.evidence: Evidences = lambda _: None
-        self.losses: dict[str, Sums] = {}
+    pool: ThreadPoolExecutor
+    depth: int
+    source: Source
+    fit: str
+    statistics: StatisticsOf
+    progress: Callable[[int], None]
+    losses: dict[str, Sums]
 
-    def ordered(self, tasks: Iterator[Callable[[], Any]]) -> Iterator[Any]:
-        """Results in order, with no more than `depth` tasks ahead of the reader."""
+    def ordered(self, tasks: Iterable[Callable[[], Any]]) -> Iterator[Any]:
+        """Results in order, with at most `depth` tasks ahead of the reader."""
         waiting: deque[Future[Any]] = deque()
         for task in tasks:
             waiting.append(self.pool.submit(task))
@@ -106,152 +147,106 @@ class _Stream:
         while waiting:
             yield waiting.popleft().result()
 
-    def pack(self, pack: Pack, *, transposed: Mapping[str, bool]) -> Iterator[Part]:
-        """Weights, scales, zero points and bias of one pack, and how its input is rounded."""
-        seen = self.evidence(pack.layers[0])  # projections of one pack read the same input
-        shift_O: list[Floats] = []
-        if pack.grid is None:
-            if pack.table is None:
-                yield f"{pack.name}.weight_IO", self.float_IO(pack, transposed)
+    def pack(self, pack: Pack) -> Iterator[Part]:
+        """Weights, scales, zero points and bias of one pack, and the grid of its input."""
+        statistics = self.statistics(pack.layers[0])  # projections of one pack read the same input
+        shifts: list[Floats] = []
+        if pack.grid:
+            encoded = self.encoded(pack, pack.grid, statistics, shifts)
+            if pack.grid.in_halves:
+                yield from _in_halves(pack.name, encoded)
+            elif pack.grid.block is None:
+                yield from _transposed(pack, encoded)
             else:
-                self.progress(pack.out_features * pack.in_features)
-        elif pack.grid.in_halves:
-            yield from self.halves(pack, pack.grid, transposed, seen)
-        elif pack.grid.block is None:
-            yield from self.transposed_codes(pack, pack.grid, transposed, seen, shift_O)
+                yield from _in_blocks(pack.name, encoded, pack.grid)
+        elif pack.table is None:
+            yield f"{pack.name}.weight_IO", self.float_IO(pack)
         else:
-            made = []
-            for encoded, shift, lost in self.ordered(self.fitted(pack, pack.grid, transposed, seen)):
-                self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
-                made.append((encoded.scales, encoded.zeros))
-                shift_O.append(shift)
-                self.progress(len(encoded.codes) * pack.in_features)  # without the padding
-                yield f"{pack.name}.codes", to_bytes(encoded.codes, pack.grid.bits)
-            yield from _scales(pack.name, made, pack.grid)
+            self.progress(pack.out_features * pack.in_features)
         if pack.has_bias:
             bias_O = np.concatenate([self.bias(layer) for layer in pack.layers])
-            yield f"{pack.name}.bias", bias_O + np.concatenate(shift_O) if pack.adds_bias else bias_O
-        fixed = input_grid(pack.name, pack.format, seen) if pack.format else None
+            yield f"{pack.name}.bias", bias_O + np.concatenate(shifts) if pack.adds_bias else bias_O
+        fixed = input_grid(pack.name, pack.format, statistics) if pack.format else None
         if fixed and pack.format and pack.format.input_bits:
             yield f"{pack.name}.input_scale", np.array(fixed[0], np.float32)
             yield f"{pack.name}.input_zero", np.array(fixed[1], f"u{pack.format.input_bits // 8}")
 
     def table(self, entry: TableEntry) -> Iterator[Part]:
-        """A table of its own: always rounded plainly, since single rows of it are read."""
-        name, rows, columns = entry.table.name, entry.table.num_rows, entry.table.num_columns
+        """An embedding's own table: always rounded plainly, since single rows of it are read."""
+        name, rows, columns, grid = (
+            entry.table.name,
+            entry.table.num_rows,
+            entry.table.num_columns,
+            entry.grid,
+        )
         if entry.shares:
             return
-        if entry.grid is None:
+        if grid is None:
             yield f"{name}.weight", self.source.read(f"{name}.weight")
             return
-        grid, made = entry.grid, []
-        step = max(1, CHUNK_VALUES // columns)
+        plain, step = prepared_fit(PLAIN, grid, None), max(1, CHUNK_VALUES // columns)
 
-        def task(start: int) -> Callable[[], Encoded]:
-            return lambda: QUANTIZERS[PLAIN].fit(self.source.read(f"{name}.weight", start, step), grid, None)
+        def task(start: int) -> Encoded:
+            return plain.encode(self.source.read(f"{name}.weight", start, step))
 
-        for encoded in self.ordered(task(start) for start in range(0, rows, step)):
-            made.append((encoded.scales, encoded.zeros))
-            yield f"{name}.codes", to_bytes(encoded.codes, grid.bits)
-        yield from _scales(name, made, grid)
+        tasks = (partial(task, start) for start in range(0, rows, step))
+        yield from _in_blocks(name, self.ordered(tasks), grid)
 
-    def fitted(
-        self, pack: Pack, grid: Grid, transposed: Mapping[str, bool], seen: Evidence | None
-    ) -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
-        """One task for each run of rows: their codes, what the bias must make up for, what is lost."""
-        quantizer = usable(self.quantizer, seen, grid)
-        fitting = fitting_for(quantizer, grid, seen)
-        mean_I = seen.mean_I if seen and pack.adds_bias else None
+    def encoded(
+        self, pack: Pack, grid: Grid, statistics: InputStatistics | None, shifts: list[Floats]
+    ) -> Iterator[Encoded]:
+        """Runs of rows on their grid; `shifts` gets the mean output errors that the bias corrects."""
+        prepared = prepared_fit(self.fit, grid, statistics)
+        moment_II = statistics.second_moment_II if statistics else None
+        mean_I = statistics.mean_I if statistics and pack.adds_bias else None
 
-        second_moment_II = seen.second_moment_II if seen else None
-        is_plain = quantizer is QUANTIZERS[PLAIN]
+        def task(rows: Rows, encode: Callable[[Floats], Encoded]) -> tuple[Encoded, Floats, Sums]:
+            weight_OI = rows()
+            run = encode(weight_OI)
+            lost = sums_of(weight_OI, run, grid, moment_II, is_plain=prepared.fit is FITS[PLAIN])
+            if mean_I is None:
+                return run, np.zeros(len(weight_OI), np.float32), lost
+            lost_OI = weight_OI - decode_all(run, pack.in_features)
+            return run, np.asarray(lost_OI @ mean_I, np.float32), lost
 
-        def task(
-            rows: Callable[[], Floats], fit: Callable[[Floats], Encoded]
-        ) -> Callable[[], tuple[Encoded, Floats, Sums]]:
-            def work() -> tuple[Encoded, Floats, Sums]:
-                weight_OI = rows()
-                encoded = fit(weight_OI)
-                lost = sums_of(weight_OI, encoded, grid, second_moment_II, is_plain=is_plain)
-                if mean_I is None:
-                    return encoded, np.zeros(len(weight_OI), np.float32), lost
-                lost_OI = weight_OI - decode_all(encoded, pack.in_features)
-                return encoded, np.asarray(lost_OI @ mean_I, np.float32), lost
+        def tasks() -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
+            for layer, group in groupby(self.row_runs(pack), key=itemgetter(0)):
+                runs = (rows for _, rows in group)
+                jointly = prepared.jointly(statistics if layer is pack.layers[0] else self.statistics(layer))
+                if jointly:
+                    yield partial(task, partial(_joined_rows, [*runs]), jointly)
+                else:
+                    yield from (partial(task, rows, prepared.encode) for rows in runs)
 
-            return work
+        for run, shift_O, lost in self.ordered(tasks()):
+            self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
+            shifts.append(shift_O)
+            self.progress(len(run.codes) * pack.in_features)  # without the padding
+            yield run
 
-        for layer, group in groupby(self.row_runs(pack, transposed), key=itemgetter(0)):
-            runs = (rows for _, rows in group)
-            join = fitting.joined(seen if layer is pack.layers[0] else self.evidence(layer))
-            if join:
-                yield task(partial(_joined_rows, [*runs]), join)
-            else:
-                yield from (task(rows, fitting.of_rows) for rows in runs)
-
-    def row_runs(
-        self, pack: Pack, transposed: Mapping[str, bool]
-    ) -> Iterator[tuple[Layer, Callable[[], Floats]]]:
+    def row_runs(self, pack: Pack) -> Iterator[tuple[Layer, Rows]]:
         """Readers of consecutive rows of each projection, each of a bounded size."""
         whole: tuple[str, Floats] | None = None
         for layer in pack.layers:
             name = weight_name(layer)
-            step = max(1, CHUNK_VALUES // layer.in_features)
-            if transposed[layer.stored_as]:  # [in, out] on disk: rows of it are columns of the weight
+            runs = runs_of(layer, max(1, CHUNK_VALUES // layer.in_features))
+            if LINEARS[layer.stored_as].is_transposed:  # [in, out]: stored rows are columns of the weight
                 if whole is None or whole[0] != name:
                     whole = (name, self.source.read(name).T)
-                stored = whole[1]
-                for start, count in runs_of(layer, step):
-                    yield layer, partial(_rows, stored, start, count)
+                for start, count in runs:
+                    yield layer, partial(np.ascontiguousarray, whole[1][start : start + count])
             else:
-                for start, count in runs_of(layer, step):
+                for start, count in runs:
                     yield layer, partial(_read_rows, self.source, layer, start, count)
 
-    def transposed_codes(
-        self,
-        pack: Pack,
-        grid: Grid,
-        transposed: Mapping[str, bool],
-        seen: Evidence | None,
-        shift_O: list[Floats],
-    ) -> Iterator[Part]:
-        """Codes as [in, out], which per-channel operators read: the whole pack must be at hand."""
-        codes_IO = np.empty((pack.in_features, pack.out_features), np.int8)
-        scales, row = [], 0
-        for encoded, shift, lost in self.ordered(self.fitted(pack, grid, transposed, seen)):
-            self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
-            codes = encoded.codes
-            codes_IO[:, row : row + len(codes)] = codes[:, 0].T
-            scales.append(encoded.scales[:, 0])
-            shift_O.append(shift)
-            row += len(codes)
-            self.progress(codes.size)
-        yield f"{pack.name}.codes_IO", codes_IO
-        yield f"{pack.name}.scales", np.concatenate(scales)
-
-    def halves(
-        self, pack: Pack, grid: Grid, transposed: Mapping[str, bool], seen: Evidence | None
-    ) -> Iterator[Part]:
-        """The high halves of all codes, then the low ones, which wait in memory."""
-        scales, waiting = [], []
-        for encoded, _, lost in self.ordered(self.fitted(pack, grid, transposed, seen)):
-            self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
-            high, low = halves_of(encoded.codes[:, 0])
-            scales.append(encoded.scales[:, 0])
-            waiting.append(low)
-            self.progress(low.size)
-            yield f"{pack.name}.{HALVES[0]}", high
-        for low in waiting:
-            yield f"{pack.name}.{HALVES[1]}", low
-        yield f"{pack.name}.scales", np.concatenate(scales)
-
-    def float_IO(self, pack: Pack, transposed: Mapping[str, bool]) -> Floats:
+    def float_IO(self, pack: Pack) -> Floats:
         """The untouched weights as [in, out]."""
         weight_IO = np.empty((pack.in_features, pack.out_features), np.float32)
         row = 0
-        for rows in self.ordered(rows for _, rows in self.row_runs(pack, transposed)):
-            weight_IO[:, row : row + len(rows)] = rows.T
-            row += len(rows)
-            self.progress(rows.size)
+        for rows_OI in self.ordered(rows for _, rows in self.row_runs(pack)):
+            weight_IO[:, row : row + len(rows_OI)] = rows_OI.T
+            row += len(rows_OI)
+            self.progress(rows_OI.size)
         return weight_IO
 
     def bias(self, layer: Layer) -> Floats:
@@ -262,91 +257,45 @@ class _Stream:
         return np.concatenate([bias[start : start + count] for start, count in runs_of(layer, len(bias))])
 
 
-def _scales(name: str, made: list[tuple[Floats, NDArray[np.int8] | None]], grid: Grid) -> Iterator[Part]:
-    yield f"{name}.scales", np.concatenate([scales for scales, _ in made])
-    zeros = [each for _, each in made if each is not None]
+def _in_blocks(name: str, encoded: Iterator[Encoded], grid: Grid) -> Iterator[Part]:
+    scales, zeros = [], []
+    for run in encoded:
+        scales.append(run.scales)
+        if run.zeros is not None:
+            zeros.append(run.zeros)
+        yield f"{name}.codes", to_bytes(run.codes, grid.bits)
+    yield f"{name}.scales", np.concatenate(scales)
     if zeros:
         yield f"{name}.zeros", to_bytes(np.concatenate(zeros), grid.bits)
 
 
-def usable(quantizer: Quantizer, seen: Evidence | None, grid: Grid) -> Quantizer:
-    """The fit itself, or the plain one: where calibration did not see what it wants, and at 16 bits."""
-    if grid.in_halves:
-        return QUANTIZERS[PLAIN]
-    is_blind = quantizer.wants and (seen is None or not has_all(seen, quantizer.wants))
-    return QUANTIZERS[PLAIN] if is_blind else quantizer
+def _transposed(pack: Pack, encoded: Iterator[Encoded]) -> Iterator[Part]:
+    """Codes as [in, out], which per-channel operators read: the whole pack must be in memory."""
+    codes_IO = np.empty((pack.in_features, pack.out_features), np.int8)
+    scales, row = [], 0
+    for run in encoded:
+        codes_IO[:, row : row + len(run.codes)] = run.codes[:, 0].T
+        scales.append(run.scales[:, 0])
+        row += len(run.codes)
+    yield f"{pack.name}.codes_IO", codes_IO
+    yield f"{pack.name}.scales", np.concatenate(scales)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fitting:
-    """A fit of one matrix, with what its rows share prepared."""
-
-    quantizer: Quantizer
-    grid: Grid
-    prepared: Any
-
-    def of_rows(self, weight_OI: Floats) -> Encoded:
-        """Any rows, each by itself."""
-        return self.quantizer.fit(weight_OI, self.grid, self.prepared)
-
-    def joined(self, seen: Evidence | None) -> Callable[[Floats], Encoded] | None:
-        """All rows of a projection at once; None where that gains nothing over `of_rows`."""
-        join, prepare_rows = self.quantizer.join, self.quantizer.prepare_rows
-        if join is None or prepare_rows is None or seen is None or self.prepared is None:
-            return None
-        rows = prepare_rows(seen, self.grid)
-        return None if rows is None else lambda weight_OI: join(weight_OI, self.grid, self.prepared, rows)
+def _in_halves(name: str, encoded: Iterator[Encoded]) -> Iterator[Part]:
+    """The high halves of all codes, then the low halves, which wait in memory."""
+    scales, waiting = [], []
+    for run in encoded:
+        high, low = halves_of(run.codes[:, 0])
+        scales.append(run.scales[:, 0])
+        waiting.append(low)
+        yield f"{name}.{HALVES[0]}", high
+    for low in waiting:
+        yield f"{name}.{HALVES[1]}", low
+    yield f"{name}.scales", np.concatenate(scales)
 
 
-def fitting_for(quantizer: Quantizer, grid: Grid, seen: Evidence | None) -> Fitting:
-    """Prepare what all rows of a matrix share."""
-    prepared = quantizer.prepare(seen, grid) if quantizer.prepare and seen else None
-    return Fitting(quantizer=quantizer, grid=grid, prepared=prepared)
-
-
-def _joined_rows(runs: Sequence[Callable[[], Floats]]) -> Floats:
+def _joined_rows(runs: Sequence[Rows]) -> Floats:
     return np.concatenate([read() for read in runs])
-
-
-def input_grid(name: str, chosen: Format, seen: Evidence | None) -> tuple[float, int] | None:
-    """(scale, zero point) of an input whose range calibration fixed; None where it is found at run time."""
-    bits = chosen.input_bits
-    if bits is None:
-        return None
-    low, high = static_range(name, seen, bits)
-    low, high = min(low, 0.0), max(high, 0.0)
-    steps = (1 << bits) - 1
-    scale = (high - low) / steps or 1.0
-    return float(np.float32(scale)), round(min(max(-low / scale, 0), steps))
-
-
-def static_range(name: str, seen: Evidence | None, bits: int) -> tuple[float, float]:
-    """The range to round an input in: the one of least squared error, or all that was seen."""
-    if seen is None or seen.low is None or seen.high is None:
-        raise InputError(
-            "its input needs a range from calibration, which never reached it",
-            where=name,
-            next_step=f"--exclude '{name}', or calibrate on a text that uses it",
-        )
-    if seen.quantiles and f"mse{bits}" in seen.quantiles:
-        return seen.quantiles[f"mse{bits}"]
-    return seen.low, seen.high
-
-
-def has_all(seen: Evidence, wanted: frozenset[str]) -> bool:
-    """Whether calibration collected what a fit wants."""
-    fields: dict[str, Any] = {
-        "second_moment": seen.second_moment_II,
-        "peak": seen.peak_I,
-        "mean": seen.mean_I,
-    }
-    fields |= {"mean_magnitude": seen.mean_magnitude_I, "range": seen.low, "histogram": seen.quantiles}
-    fields |= {"sample": seen.sample_TI}
-    return all(fields[name] is not None for name in wanted)
-
-
-def _rows(weight_OI: Floats, start: int, count: int) -> Floats:
-    return np.ascontiguousarray(weight_OI[start : start + count])
 
 
 def _read_rows(source: Source, layer: Layer, start: int, count: int) -> Floats:
@@ -359,15 +308,29 @@ def _read_rows(source: Source, layer: Layer, start: int, count: int) -> Floats:
     return np.ascontiguousarray(blocks[np.arange(len(blocks)), own])
 
 
-def weight_name(layer: Layer) -> str:
-    """The checkpoint's tensor that holds the projection."""
-    return f"{layer.tied_to or layer.matrix}.weight"
-
-
 def runs_of(layer: Layer, step: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of every run of the stored matrix that belongs to the projection, cut to `step`."""
-    rows = layer.rows
-    for part in range(rows.count):
-        first = rows.start + part * rows.stride
-        for start in range(first, first + rows.length, step):
-            yield start, min(step, first + rows.length - start)
+    """(first row, rows) of every run of the projection's rows in the stored matrix, cut to `step`."""
+    for first in run_starts(layer.rows):
+        for start in range(first, first + layer.rows.length, step):
+            yield start, min(step, first + layer.rows.length - start)
+
+
+def input_grid(name: str, chosen: Format, statistics: InputStatistics | None) -> tuple[float, int] | None:
+    """(scale, zero point) of a calibrated input range; None where the runtime finds the range.
+
+    The range is the one of least squared error, or else from the smallest to the largest value.
+    """
+    bits = chosen.input_bits
+    if bits is None:
+        return None
+    if statistics is None or statistics.low is None or statistics.high is None:
+        raise InputError(
+            "its input needs a range from calibration, which never reached it",
+            where=name,
+            next_step=f"--exclude '{name}', or calibrate on a text that uses it",
+        )
+    low, high = (statistics.quantiles or {}).get(f"mse{bits}", (statistics.low, statistics.high))
+    low, high = min(low, 0.0), max(high, 0.0)
+    steps = (1 << bits) - 1
+    scale = (high - low) / steps or 1.0
+    return float(np.float32(scale)), round(min(max(-low / scale, 0), steps))

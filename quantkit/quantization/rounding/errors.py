@@ -1,12 +1,13 @@
-"""What rounding takes from a matrix, and from what it gives: the fit that was used beside plain rounding.
+"""Rounding errors of weights and of outputs, beside those of plain rounding.
 
-The error of the weights is relative to their size. The error of the outputs is the same for y = x W^T on
-what calibration saw: with H the second moment of x, the mean square of x d is d H d^T for each row d.
+Errors are relative: the root of squared errors over the root of squares. Errors of the outputs y = x W^T are
+means over the calibration text: with H the second moment of x, the mean square of x d is d H d^T for each
+row d.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +19,24 @@ from quantkit.quantization.rounding.rtn import round_to_nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLoss:
-    """What rounding took from one matrix product."""
+    """The rounding errors of one pack."""
 
     name: str
     layers: tuple[str, ...]
     format: str
-    weight_error: float  # relative, root of sums of squares
-    plain_weight_error: float  # the same with plain rounding
-    output_error: float | None = None  # on what calibration saw; None without it
+    weight_error: float
+    plain_weight_error: float
+    output_error: float | None = None  # on the calibration text; None without it
     plain_output_error: float | None = None
-    kl_divergence: float | None = None  # of the model with this alone in its format
+    kl_divergence: float | None = None  # of the model with this pack alone in its format
 
 
-SAMPLED_ROWS = 64  # of a run of rows, where nothing was calibrated: the plain path is to stay fast
+SAMPLED_ROWS = 64  # of a run of rows, without calibration: plain rounding is to stay fast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """Sums of squares over rows; those of outputs are 0 where no second moment is known."""
+    """Sums of squares over rows; sums of outputs are 0 where no second moment is known."""
 
     weights: float = 0.0
     lost: float = 0.0
@@ -49,22 +50,18 @@ class Sums:
 
     @property
     def weight_error(self) -> float:
-        """Root of lost over all, of the weights."""
         return _share(self.lost, self.weights)
 
     @property
     def plain_weight_error(self) -> float:
-        """The same had they been rounded plainly."""
         return _share(self.lost_plainly, self.weights)
 
     @property
     def output_error(self) -> float | None:
-        """Root of lost over all, of the outputs."""
         return _share(self.outputs_lost, self.outputs) if self.outputs else None
 
     @property
     def plain_output_error(self) -> float | None:
-        """The same had the weights been rounded plainly."""
         return _share(self.outputs_lost_plainly, self.outputs) if self.outputs else None
 
 
@@ -75,7 +72,7 @@ def _share(part: float, whole: float) -> float:
 def sums_of(
     weight_OI: Floats, encoded: Encoded, grid: Grid, second_moment_II: Floats | None, *, is_plain: bool
 ) -> Sums:
-    """Of a run of rows; of a few of them where nothing was calibrated."""
+    """Sums over a run of rows; over a sample of them where nothing was calibrated."""
     every = 1 if second_moment_II is not None else -(-len(weight_OI) // SAMPLED_ROWS)
     if every > 1:
         weight_OI = weight_OI[::every]
@@ -84,19 +81,19 @@ def sums_of(
     columns = weight_OI.shape[1]
     lost_OI = weight_OI - decode_all(encoded, columns)
     plain_OI = lost_OI if is_plain else weight_OI - decode_all(round_to_nearest(weight_OI, grid), columns)
-    parts = (weight_OI, lost_OI, plain_OI)
-    sums = [every * _squared(part) for part in parts]
+    weights = Sums(
+        weights=every * _squared(weight_OI),
+        lost=every * _squared(lost_OI),
+        lost_plainly=every * _squared(plain_OI),
+    )
     if second_moment_II is None:
-        return Sums(weights=sums[0], lost=sums[1], lost_plainly=sums[2])
-    seen = [_seen(weight_OI, second_moment_II), _seen(lost_OI, second_moment_II)]
-    seen.append(seen[1] if is_plain else _seen(plain_OI, second_moment_II))
-    return Sums(
-        weights=sums[0],
-        lost=sums[1],
-        lost_plainly=sums[2],
-        outputs=seen[0],
-        outputs_lost=seen[1],
-        outputs_lost_plainly=seen[2],
+        return weights
+    outputs_lost = _squared_outputs(lost_OI, second_moment_II)
+    return replace(
+        weights,
+        outputs=_squared_outputs(weight_OI, second_moment_II),
+        outputs_lost=outputs_lost,
+        outputs_lost_plainly=outputs_lost if is_plain else _squared_outputs(plain_OI, second_moment_II),
     )
 
 
@@ -104,5 +101,5 @@ def _squared(rows_OI: NDArray[np.float32]) -> float:
     return float(np.einsum("oi,oi->", rows_OI, rows_OI, dtype=np.float64))
 
 
-def _seen(rows_OI: Floats, second_moment_II: Floats) -> float:
+def _squared_outputs(rows_OI: Floats, second_moment_II: Floats) -> float:
     return float(np.einsum("oi,oi->", rows_OI @ second_moment_II, rows_OI, dtype=np.float64))

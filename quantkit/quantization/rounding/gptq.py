@@ -1,4 +1,4 @@
-"""Rounding column by column, each making up for what the columns before it lost (GPTQ).
+"""Rounding column by column, each compensating the errors of the columns before it (GPTQ).
 
 The squared error of the outputs, E H E^T with E = W - Q and the inputs' second moment H, splits by the
 factor H = (F^T + I) D (F + I), F strictly lower triangular, into a sum over columns of D_k (E_k + F_k E)^2.
@@ -6,9 +6,9 @@ So column k is rounded at W_k + F_k E, where E holds the errors of the columns b
 (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) in the form of QuIP (https://arxiv.org/abs/2307.13304),
 which needs one factorisation and no inverse; both give the same codes.
 
-Columns go in falling order of their input's power, since the first can be made up for best. Scales are
-searched before, for blocks of the original order, with the importance D: what an error costs once all later
-columns have made up for it. Damping is proportional to each channel's own power (it is added to the matrix of
+Columns go in falling order of their input's power, since the first can be compensated best. Scales are
+searched before, for blocks of the original order, with the importance D: the cost of an error once all later
+columns have compensated it. Damping is proportional to each channel's own power (it is added to the matrix of
 correlations), so that a few outlier channels do not drown the others, and grows where tokens are few.
 """
 
@@ -20,15 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.plan.formats import Grid
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import Encoded, Floats
-from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding.mse import search
+from quantkit.quantization.rounding.mse import search, transposed_blocks
 from quantkit.quantization.rounding.output_error import floored
 
 DAMPING = 0.01  # added to correlations of 1
-SCARCITY = 0.1  # more of it, times inputs over tokens: few tokens show correlations that are not there
+SCARCITY = 0.1  # added damping, times inputs over tokens: few tokens show false correlations
 TRIES = 4  # each with ten times the damping
-FLOOR = 1e-8  # of the mean power: what a dead channel is taken to have
+FLOOR = 1e-8  # of the mean power: the least power of a channel
 PANEL = 64  # columns between two products of matrices
 FACTOR_PANEL = 256
 ROW_MULTIPLE = 64  # products of matrices give a row the same bits wherever it lies, if rows come in these
@@ -36,7 +36,7 @@ ROW_MULTIPLE = 64  # products of matrices give a row the same bits wherever it l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """What all rows of a matrix share."""
+    """The factors F and D of the second moment, shared by all rows of a matrix."""
 
     order_I: NDArray[np.intp]  # columns as they are rounded
     factor_II: Floats  # F, in that order
@@ -44,10 +44,10 @@ class Feedback:
 
 
 def factorise(
-    evidence: Evidence, grid: Grid, *, base: float = DAMPING, scarcity: float = SCARCITY
+    statistics: InputStatistics, grid: Grid, *, base: float = DAMPING, scarcity: float = SCARCITY
 ) -> Feedback | None:
-    """The feedback of a matrix; None where its inputs say nothing (all zeros, or not finite)."""
-    moment_II = evidence.second_moment_II
+    """The feedback of a matrix; None where its inputs are all zeros or not finite."""
+    moment_II = statistics.second_moment_II
     assert moment_II is not None
     power_I = np.diagonal(moment_II).astype(np.float64)
     mean = power_I.mean()
@@ -55,7 +55,7 @@ def factorise(
         return None
     root_I = np.sqrt(np.maximum(power_I, FLOOR * mean))
     rising_I = np.argsort(power_I, kind="stable")  # the factor is found from the last column to the first
-    damping = base + scarcity * len(power_I) / max(evidence.num_rows, 1)
+    damping = base + scarcity * len(power_I) / max(statistics.num_rows, 1)
     for _ in range(TRIES):
         lower_II = _correlations(moment_II, root_I, rising_I)
         diagonal = np.einsum("ii->i", lower_II)
@@ -69,12 +69,12 @@ def factorise(
 def _correlations(
     moment_II: Floats, root_I: NDArray[np.float64], order_I: NDArray[np.intp]
 ) -> NDArray[np.float64]:
-    made_II = np.empty(moment_II.shape, np.float64)
-    for start in range(0, len(order_I), FACTOR_PANEL):  # a few rows at a time, for the memory's sake
+    correlations_II = np.empty(moment_II.shape, np.float64)
+    for start in range(0, len(order_I), FACTOR_PANEL):  # a few rows at a time, to save memory
         rows = order_I[start : start + FACTOR_PANEL]
-        made_II[start : start + FACTOR_PANEL] = moment_II[rows][:, order_I] / root_I[rows, None]
-    made_II /= root_I[order_I]
-    return made_II
+        correlations_II[start : start + FACTOR_PANEL] = moment_II[rows][:, order_I] / root_I[rows, None]
+    correlations_II /= root_I[order_I]
+    return correlations_II
 
 
 def _cholesky(matrix_II: NDArray[np.float64]) -> bool:
@@ -118,26 +118,28 @@ def _feedback(
 
 
 def with_feedback(weight_OI: Floats, grid: Grid, prepared: Feedback | None) -> Encoded:
-    """Codes found with the feedback, on scales that were searched for it."""
+    """Codes rounded with feedback, on scales searched with the importance D."""
     if prepared is None:
         return search(weight_OI, grid)
-    chosen = search(weight_OI, grid, prepared.importance_I)
+    encoded = search(weight_OI, grid, prepared.importance_I)
     rows, columns = weight_OI.shape
     width = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     weight_IO = np.zeros((columns, width), np.float32)
     weight_IO[:, :rows] = weight_OI[:, prepared.order_I].T
-    scales_GO = _across(chosen.scales, width)
-    zeros_GO = None if chosen.zeros is None else _across(chosen.zeros, width)
+    scales_GO = transposed_blocks(encoded.scales, width, filler=1)
+    zeros_GO = None
+    if encoded.zeros is not None:
+        zeros_GO = transposed_blocks(encoded.zeros.astype(np.float32), width, filler=1)
     codes_IO = _fed_back(weight_IO, prepared, grid, scales_GO, zeros_GO)
-    codes = chosen.codes.reshape(rows, -1)  # the padding's codes stay
+    codes = encoded.codes.reshape(rows, -1)  # the padding's codes stay
     codes[:, prepared.order_I] = codes_IO[:, :rows].T
-    return Encoded(codes=codes.reshape(chosen.codes.shape), scales=chosen.scales, zeros=chosen.zeros)
+    return Encoded(codes=codes.reshape(encoded.codes.shape), scales=encoded.scales, zeros=encoded.zeros)
 
 
 def _fed_back(
     weight_IO: Floats, prepared: Feedback, grid: Grid, scales_GO: Floats, zeros_GO: Floats | None
 ) -> NDArray[np.int8]:
-    """Codes of rows whose columns stand in the order of the feedback, one below the other."""
+    """Codes [I, O] of weights whose columns are in the order of the feedback."""
     columns, width = weight_IO.shape
     block_of_I = prepared.order_I // (grid.block or columns)
     factor_II = prepared.factor_II
@@ -148,11 +150,11 @@ def _fed_back(
     value = np.empty(width, np.float32)
     for start in range(0, columns, PANEL):
         end = min(start + PANEL, columns)
-        wanted = factor_II[start:end, :start] @ lost_IO[:start]
-        wanted += weight_IO[start:end]
+        target = factor_II[start:end, :start] @ lost_IO[:start]
+        target += weight_IO[start:end]
         for column in range(start, end):
             block = block_of_I[column]
-            np.divide(wanted[column - start], scales_GO[block], out=value)
+            np.divide(target[column - start], scales_GO[block], out=value)
             np.rint(value, out=value)
             if zeros_GO is not None:
                 value += zeros_GO[block]
@@ -166,12 +168,5 @@ def _fed_back(
             if column + 1 < end:
                 later = step[: end - column - 1]
                 np.multiply(factor_II[column + 1 : end, column, None], lost_IO[column], out=later)
-                wanted[column + 1 - start :] += later
+                target[column + 1 - start :] += later
     return codes_IO
-
-
-def _across(per_block: NDArray[np.generic], width: int) -> Floats:
-    """[O, groups] as [groups, O] floats, filled up with ones."""
-    made = np.ones((per_block.shape[1], width), np.float32)
-    made[:, : len(per_block)] = per_block.T
-    return made

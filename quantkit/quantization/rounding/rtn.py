@@ -1,6 +1,6 @@
 """Rounding to the nearest code of a grid that just reaches a block's largest value: the plain fit.
 
-Needs no calibration and is exact at the ends of each block. Every other fit is held against it.
+It needs no calibration and is exact at the ends of each block. Reports compare every other fit with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,5 @@ from quantkit.quantization.grid import Encoded, Floats, encode, range_of
 
 
 def round_to_nearest(weight_OI: Floats, grid: Grid, prepared: object = None) -> Encoded:
-    """Codes of the nearest values."""
     scales, zeros = range_of(weight_OI, grid)
     return Encoded(codes=encode(weight_OI, scales, grid, zeros), scales=scales, zeros=zeros)

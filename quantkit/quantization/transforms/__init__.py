@@ -1,64 +1,36 @@
-"""Changes that leave what a model computes as it is and make it easier to quantize: one row each.
+"""Transforms: changes that keep a model's function and make it easier to quantize. One row each.
 
 A row's function takes a map and a source of tensors and returns the changed pair; the new source computes its
-changes as it is read. All take `unties_head` and `dtype`; `seed`, `statistics` and more as each says.
+edits as it is read. All take `unties_head` and `dtype`; `seed`, `statistics` and other options vary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from quantkit.model.model_map import ModelMap
-from quantkit.quantization.transforms.basis import BasisKind
 from quantkit.quantization.transforms.fold import fold
 from quantkit.quantization.transforms.hadamard import rotate_heads, rotate_residual
 from quantkit.quantization.transforms.permutation import permute
-from quantkit.quantization.transforms.smoothquant import smooth, smooth_for_weights
+from quantkit.quantization.transforms.smoothquant import smooth
 from quantkit.quantization.transforms.source import TransformedTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transform:
-    """One row."""
+    """A row of the table."""
 
     apply: Callable[..., tuple[ModelMap, TransformedTensors]]
-    kind: BasisKind
-    description: str
-    needs: tuple[str, ...] = ()  # calibration statistics of what readers read
+    statistic: str | None = None  # of the inputs of readers, from calibration
 
 
 TRANSFORMS: dict[str, Transform] = {
-    "fold": Transform(
-        apply=fold,
-        kind="diagonal",
-        description="norm gains and biases go into what reads them; layer norms become RMS norms",
-    ),
-    "smoothquant": Transform(
-        apply=smooth,
-        kind="diagonal",
-        description="channel scales that balance input peaks against weight peaks",
-        needs=("peak",),
-    ),
-    "awq": Transform(
-        apply=smooth_for_weights,
-        kind="diagonal",
-        description="channel scales from mean input magnitudes, for weights alone",
-        needs=("mean_magnitude",),
-    ),
-    "hadamard": Transform(
-        apply=rotate_residual,
-        kind="orthogonal",
-        description="a randomised Hadamard rotation of the residual stream",
-    ),
-    "head_hadamard": Transform(
-        apply=rotate_heads,
-        kind="per_head_orthogonal",
-        description="a randomised Hadamard rotation of every head's values",
-    ),
-    "permutation": Transform(
-        apply=permute,
-        kind="permutation",
-        description="a seeded random order of channels wherever one is permitted",
-    ),
+    "fold": Transform(apply=fold),  # norm gains and biases into their readers; layer norms to RMS norms
+    "smoothquant": Transform(apply=smooth, statistic="peak"),
+    "awq": Transform(apply=partial(smooth, rule="awq"), statistic="mean_magnitude"),
+    "hadamard": Transform(apply=rotate_residual),
+    "head_hadamard": Transform(apply=rotate_heads),
+    "permutation": Transform(apply=permute),
 }

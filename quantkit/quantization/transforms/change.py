@@ -1,7 +1,7 @@
 """The one mechanism behind every transform: a basis for each space, which writers absorb and readers undo.
 
-What a space forbids raises with its reason. A rotation of the residual folds the norms on it first, because
-only then do they not see it; everything else takes the model as it is.
+A change that a space forbids raises an error with the reason. A rotation of the residual stream folds its
+norms first, because only norms without gain are invariant to it; other changes need no folding.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.transforms.basis import Basis, Heads, Space
+from quantkit.quantization.transforms.basis import Basis, Space
 from quantkit.quantization.transforms.draft import Draft
-from quantkit.quantization.transforms.fold import fold, require
+from quantkit.quantization.transforms.fold import fold
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_spaces
+from quantkit.quantization.transforms.spaces import require_permitted, require_spaces
 
 
 def apply_change(
@@ -28,10 +28,10 @@ def apply_change(
     unties_head: bool = False,
     dtype: Any = np.float32,
 ) -> tuple[ModelMap, TransformedTensors]:
-    """The model with each named space in another basis; nothing is computed before it is read."""
+    """The model with each named space in another basis; tensors are computed when they are read."""
     spaces = {space.name: space for space in require_spaces(model_map)}
     for name, basis in changes.items():
-        space = require(model_map, spaces.get(name), name, basis.kind, spaces, unties_head=unties_head)
+        space = require_permitted(model_map, spaces, name, basis.kind, unties_head=unties_head)
         assert basis.width == space.width, f"{name} is {space.width} wide, the change {basis.width}"
     residual = spaces["residual"]
     if "residual" in changes and changes["residual"].kind == "orthogonal":
@@ -56,7 +56,7 @@ def _put(draft: Draft, space: Space, basis: Basis) -> None:
         draft.read(readers, basis)
     elif space.kind == "ffn_hidden":
         for layer in writers:
-            if not (basis.kind == "diagonal" and layer.role is Role.FFN_GATE):  # a curve stands behind it
+            if not (basis.kind == "diagonal" and layer.role is Role.FFN_GATE):  # its output is activated
                 draft.write(layer, basis)
         draft.read(readers, basis)
     elif space.kind == "value_heads":
@@ -66,10 +66,10 @@ def _put(draft: Draft, space: Space, basis: Basis) -> None:
 
 
 def _put_in_heads(draft: Draft, space: Space, basis: Basis) -> None:
-    for_queries = basis.for_queries(space.head_dim, space.num_heads // space.num_kv_heads)
+    for_queries = basis.for_queries(space.head_dim, space.query_group)
     for layer in draft.layers(space.writers):
         draft.write(layer, basis)
-    if isinstance(basis, Heads):
+    if basis.kind == "head_permutation":
         for layer in draft.layers(space.aligned):
             draft.write(layer, for_queries if layer.role is Role.ATTENTION_QUERY else basis)
     draft.read(draft.layers(space.readers), for_queries)
@@ -81,9 +81,9 @@ def _put_in_stream(draft: Draft, space: Space, basis: Basis) -> None:
             draft.write_table(table, basis)
     for layer in draft.layers(space.writers):
         draft.write(layer, basis)
-    if basis.kind == "permutation":  # a rotation finds gains of one, which it leaves alone
+    if basis.kind == "permutation":  # before a rotation the gains were folded, and are one
         for norm in draft.map.norms:
             if norm.name in space.norms:
                 draft.write_norm(norm, basis)
-    # A tied head reads the table, which has the new basis already.
+    # A tied head reads the table, which is in the new basis already.
     draft.read([layer for layer in draft.layers(space.readers) if not layer.tied_to], basis)

@@ -1,7 +1,7 @@
-"""Norms without gain and bias: what they multiplied and added goes into the projections that read them.
+"""Folding norms: gains and biases go into the projections that read the norms.
 
-A layer norm also takes the mean of the residual away. Where every writer of the residual does that to its own
-output, the sum has no mean left and the layer norm is an RMS norm, which a rotation does not disturb.
+A layer norm also subtracts the mean of the residual stream. Where every writer of the stream subtracts the
+mean of its own output, the sum has no mean and the layer norm is an RMS norm, which permits rotations.
 https://arxiv.org/abs/2401.15024, section 3
 """
 
@@ -19,11 +19,7 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import Centring, Diagonal, Space
 from quantkit.quantization.transforms.draft import Draft
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_spaces
-
-UNTIE = (
-    "allow the head weights of its own (unties_head=True; it costs the size of the table), or leave it out"
-)
+from quantkit.quantization.transforms.spaces import require_permitted, require_spaces
 
 
 def fold(
@@ -39,7 +35,8 @@ def fold(
     spaces = require_spaces(model_map)
     outputs = {space.name: space for space in spaces if space.kind == "norm_output"}
     residual = next(space for space in spaces if space.kind == "residual")
-    chosen = norms if norms is not None else [name for name, space in outputs.items() if _can(space)]
+    foldable = [name for name, space in outputs.items() if "diagonal" in space.permits | space.permits_untied]
+    chosen = foldable if norms is None else norms
     if not chosen:
         raise InputError(
             f"no norm can be folded: {next(iter(outputs.values())).why_not['diagonal']}",
@@ -47,7 +44,7 @@ def fold(
             next_step="choose another transform for this model",
         )
     for name in chosen:
-        require(model_map, outputs.get(name), name, "diagonal", outputs, unties_head=unties_head)
+        require_permitted(model_map, outputs, name, "diagonal", unties_head=unties_head)
     by_name = {norm.name: norm for norm in model_map.norms}
     draft = Draft(model_map, source, dtype)
     if any("diagonal" not in outputs[name].permits for name in chosen):
@@ -62,35 +59,6 @@ def fold(
     if centres:
         _centre(draft, residual)
     return draft.finish()
-
-
-def require(
-    model_map: ModelMap,
-    space: Space | None,
-    name: str,
-    kind: Any,
-    known: Collection[str],
-    *,
-    unties_head: bool,
-) -> Space:
-    """The space, if this kind of change may be made in it; else an error that says why not."""
-    if space is None:
-        raise InputError(
-            f"it has no space '{name}'", where=model_map.name, allowed=", ".join(known), next_step="name one"
-        )
-    if kind in space.permits or (unties_head and kind in space.permits_untied):
-        return space
-    allowed = sorted(space.permits | (space.permits_untied if unties_head else frozenset()))
-    raise InputError(
-        f"a change of kind '{kind}' is forbidden in '{name}': {space.why_not[kind]}",
-        where=model_map.name,
-        allowed=", ".join(allowed) or "none in this space",
-        next_step=UNTIE if kind in space.permits_untied else "leave this space out",
-    )
-
-
-def _can(space: Space) -> bool:
-    return "diagonal" in space.permits | space.permits_untied
 
 
 def _fold_one(draft: Draft, norm: Norm, space: Space, *, as_rms: bool) -> None:

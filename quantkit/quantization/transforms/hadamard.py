@@ -1,8 +1,9 @@
 """Rotations: a randomised Hadamard matrix spreads an outlier channel over all, so that none stands out.
 
 A Hadamard matrix exists for every power of two and, by Paley's two constructions, for many multiples of four;
-a width is the Kronecker product of both. The odd part of a width for which neither helps gets a seeded random
-orthogonal matrix, which spreads almost as well. https://arxiv.org/abs/2404.00456, https://arxiv.org/abs/2405.16406
+the matrix of a width is the Kronecker product of both. Where no construction fits the odd part of a width, a
+seeded random orthogonal matrix is used for it, which spreads almost as well.
+https://arxiv.org/abs/2404.00456, https://arxiv.org/abs/2405.16406
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_spaces
 
-LARGEST_FACTOR = (
-    128  # powers of two beyond it are cut into several factors, which is as exact and much cheaper
-)
+LARGEST_FACTOR = 128  # larger powers of two are split into factors, which is as exact and much cheaper
 LARGEST_PALEY = 512
 
 
@@ -34,7 +33,7 @@ def rotate_residual(
     seed: int = 0,
     **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
-    """Rotate the residual stream; norms are folded on the way."""
+    """Rotate the residual stream, after folding its norms."""
     residual = next(space for space in require_spaces(model_map) if space.kind == "residual")
     basis = random_hadamard(residual.width, seed) if residual.width else None
     changes: dict[str, Basis] = {"residual": basis} if basis else {}
@@ -54,11 +53,11 @@ def rotate_heads(
     changes: dict[str, Basis] = {}
     for number, space in enumerate(require_spaces(model_map)):
         if "per_head_orthogonal" in space.permits:
-            turns = [
+            rotations = [
                 random_hadamard(space.head_dim, seed, number, head).matrix_II()
                 for head in range(space.num_kv_heads)
             ]
-            changes[space.name] = HeadRotation(rotations_HDD=np.stack(turns))
+            changes[space.name] = HeadRotation(rotations_HDD=np.stack(rotations))
     if not changes:
         raise InputError(
             "no attention of it permits a rotation of its values",
@@ -69,7 +68,7 @@ def rotate_heads(
 
 
 def random_hadamard(width: int, *seed: int) -> Rotation:
-    """Random signs, then a Hadamard matrix of this width or what comes nearest to one."""
+    """Random signs, then a Hadamard matrix of this width, or with a random orthogonal factor."""
     random = np.random.default_rng([*seed, width])
     odd, power = width, 1
     while odd % 2 == 0:
@@ -84,7 +83,7 @@ def random_hadamard(width: int, *seed: int) -> Rotation:
             factors.append(paley / np.sqrt(len(paley)))
             power //= len(paley) // odd
         else:
-            factors.append(random_orthogonal(odd, random))
+            factors.append(_random_orthogonal(odd, random))
     while power > 1:
         size = min(power, LARGEST_FACTOR)
         factors.append(sylvester_hadamard(size) / np.sqrt(size))
@@ -94,10 +93,10 @@ def random_hadamard(width: int, *seed: int) -> Rotation:
 
 def sylvester_hadamard(size: int) -> Doubles:
     """The Hadamard matrix of a power of two."""
-    made = np.ones((1, 1))
-    while len(made) < size:
-        made = np.block([[made, made], [made, -made]])
-    return made
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
 
 
 def paley_hadamard(order: int) -> Doubles | None:
@@ -118,7 +117,7 @@ def paley_hadamard(order: int) -> Doubles | None:
 
 
 def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % each for each in range(2, int(number**0.5) + 1))
+    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
 def _conference_core(prime: int) -> Doubles:
@@ -131,8 +130,8 @@ def _conference_core(prime: int) -> Doubles:
     return core
 
 
-def random_orthogonal(size: int, random: np.random.Generator) -> Doubles:
-    """A random rotation, every one as likely as any other."""
+def _random_orthogonal(size: int, random: np.random.Generator) -> Doubles:
+    """A random rotation from the uniform (Haar) distribution."""
     q_II, r_II = np.linalg.qr(random.normal(size=(size, size)))
-    turned: Doubles = q_II * np.sign(np.diag(r_II))
-    return turned
+    rotation: Doubles = q_II * np.sign(np.diag(r_II))
+    return rotation

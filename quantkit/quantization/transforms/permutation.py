@@ -1,7 +1,7 @@
-"""An order of channels in every space that permits one: the plainest change of basis.
+"""A permutation of channels in every space that permits one.
 
-It makes nothing more accurate. It hides which channel is which, and it proves that the map knows every writer
-and reader of a space. Orders come from a seed, to be made again by anyone, or from whoever hands them in.
+It changes no accuracy. It hides the order of channels in a protected model, and it proves that the map knows
+every writer and reader of a space. Orders come from a public seed or from the caller.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from quantkit.errors import InputError
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.transforms.basis import Basis, Heads, Order, Permutation, Space
+from quantkit.quantization.transforms.basis import BasisKind, Order, Permutation, Space, head_permutation
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_spaces
+from quantkit.quantization.transforms.spaces import require_known, require_spaces
 
-Orders = Callable[[str, int], Order]  # what is put in order, and how many there are
+Orders = Callable[[str, int], Order]  # name of the order, number of places -> order
 
 
 def permute(
@@ -36,31 +36,28 @@ def permute(
 ) -> tuple[ModelMap, TransformedTensors]:
     """Permute these spaces, or all that permit it; values within their head, or whole heads.
 
-    `orders` names every order itself, and then no seed is used.
+    `orders` gives every order in place of the seed.
     """
-    known = {space.name: space for space in require_spaces(model_map)}
-    chosen = (
-        spaces if spaces is not None else [name for name, space in known.items() if _can(space, moves_heads)]
-    )
+    by_name = {space.name: space for space in require_spaces(model_map)}
+    permitting = [name for name, space in by_name.items() if _kind_for(space, moves_heads) in space.permits]
+    chosen = permitting if spaces is None else spaces
     if not chosen:
         raise InputError(
             "no space of it permits an order of channels",
             where=model_map.name,
             next_step="choose another transform for this model",
         )
+    for name in chosen:
+        require_known(model_map, by_name, name)
     changes = {
-        name: _order(known[name], orders or _seeded(seed, number, known[name]), moves_heads=moves_heads)
+        name: _order(by_name[name], orders or _seeded(seed, number, by_name[name]), moves_heads=moves_heads)
         for number, name in enumerate(chosen)
-        if name in known
     }
-    unknown = {name: Permutation(order_I=np.arange(0)) for name in chosen if name not in known}
-    return apply_change(model_map, source, {**changes, **unknown}, unties_head=unties_head, dtype=dtype)
+    return apply_change(model_map, source, changes, unties_head=unties_head, dtype=dtype)
 
 
-def _can(space: Space, moves_heads: bool) -> bool:
-    return (
-        "head_permutation" if moves_heads and space.kind == "value_heads" else "permutation"
-    ) in space.permits
+def _kind_for(space: Space, moves_heads: bool) -> BasisKind:
+    return "head_permutation" if moves_heads and space.kind == "value_heads" else "permutation"
 
 
 def _seeded(seed: int, number: int, space: Space) -> Orders:
@@ -69,12 +66,12 @@ def _seeded(seed: int, number: int, space: Space) -> Orders:
     return lambda _, width: random.permutation(width)
 
 
-def _order(space: Space, orders: Orders, *, moves_heads: bool) -> Basis:
+def _order(space: Space, orders: Orders, *, moves_heads: bool) -> Permutation:
     if space.kind != "value_heads":
         return Permutation(order_I=checked_order(orders(space.name, space.width), space.width, space.name))
     if moves_heads:
         order_H = orders(f"{space.name}/heads", space.num_kv_heads)
-        return Heads(order_H=checked_order(order_H, space.num_kv_heads, space.name), head_dim=space.head_dim)
+        return head_permutation(checked_order(order_H, space.num_kv_heads, space.name), space.head_dim)
     parts = []
     for head in range(space.num_kv_heads):
         order_D = orders(f"{space.name}/head{head}", space.head_dim)
@@ -83,12 +80,12 @@ def _order(space: Space, orders: Orders, *, moves_heads: bool) -> Basis:
 
 
 def checked_order(order_I: Order, width: int, name: str) -> Order:
-    """The order, if it names each of `width` places once; what it names is never told."""
-    given = np.asarray(order_I)
-    if given.shape != (width,):
+    """The order, if it names each of `width` places once; errors never show an order, which may be secret."""
+    order_I = np.asarray(order_I)
+    if order_I.shape != (width,):
         raise InputError(
-            f"an order of {given.size} places, and it has {width}", where=name, allowed=f"{width} places"
+            f"an order of {order_I.size} places, and it has {width}", where=name, allowed=f"{width} places"
         )
-    if given.dtype.kind not in "iu" or not np.array_equal(np.sort(given), np.arange(width)):
+    if order_I.dtype.kind not in "iu" or not np.array_equal(np.sort(order_I), np.arange(width)):
         raise InputError("no order: a place is missing or named twice", where=name, allowed="each place once")
-    return given.astype(np.int64)
+    return order_I.astype(np.int64)

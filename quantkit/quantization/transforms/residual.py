@@ -1,15 +1,16 @@
-"""The residual stream: what writes it, what reads it, and which changes of basis it lets through.
+"""The residual stream: its writers, its readers, and the changes of basis that it permits.
 
 It is one space for the whole model, since every block adds to the same vector; an encoder and a decoder that
 share a token table share it too. A permutation needs only that every writer and reader is known. A rotation
-needs norms that do not see it: RMS norms without gain, or layer norms whose centring went into the writers.
+needs norms that are invariant to it: RMS norms without gain, or layer norms whose centring went into the
+writers.
 https://arxiv.org/abs/2401.15024 (LayerNorm as RMSNorm), https://arxiv.org/abs/2404.00456
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import get_args
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.families.schema import OuterUse
@@ -39,24 +40,16 @@ WRITING_ROLES = (Role.ATTENTION_OUT, Role.FFN_DOWN)
 assert set(READING_ROLES + WRITING_ROLES) < set(ATTENTION_ROLES + FFN_ROLES)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ends:
-    """The projections outside of blocks by what they do, and what no fact describes."""
-
-    entering: tuple[Layer, ...]
-    leaving: tuple[Layer, ...]
-    staying: tuple[Layer, ...]
-    reading: tuple[Layer, ...]
-    strays: tuple[str, ...]
+Ends = Mapping[OuterUse, tuple[Layer, ...]]  # projections outside of blocks, by their use of the stream
 
 
 def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
-    """The stream of the whole model; its norms' outputs say which gains can be folded."""
+    """The residual stream of the whole model; `norm_outputs` show which gains can be folded."""
     width = model_map.hidden_size or 0
     ends = _ends_of(model_map)
     head = next((layer for layer in model_map.layers if layer.role is Role.LM_HEAD), None)
-    entering = {layer.matrix for layer in ends.entering}
-    # A norm that feeds the projection into the stream says that every table lies before it.
+    entering = {layer.matrix for layer in ends["enters"]}
+    # Where a norm feeds the projection into the stream, every table lies before that norm.
     lie_before = any(entering & set(norm.feeds) for norm in model_map.norms)
     tables = [
         table
@@ -64,11 +57,11 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
         if table.kind in ON_THE_STREAM and table.num_columns == width and not lie_before
     ]
     norms = [norm for norm in model_map.norms if _is_on_the_stream(model_map, norm, ends, width)]
-    head_reads = head is not None and not ends.leaving
+    head_reads = head is not None and not ends["leaves"]
     readers = [layer for layer in model_map.layers if layer.role in READING_ROLES]
-    readers += [*ends.staying, *ends.leaving, *ends.reading, *([head] if head and head_reads else [])]
+    readers += [*ends["stays"], *ends["leaves"], *ends["reads"], *([head] if head and head_reads else [])]
     writers = [layer for layer in model_map.layers if layer.role in WRITING_ROLES]
-    writers += [*ends.entering, *ends.staying]
+    writers += [*ends["enters"], *ends["stays"]]
     reason = _why_unknown(model_map, ends, head, [table.name for table in tables], readers, writers)
     rotation, needs_untying = _why_not_rotated(model_map, norms, readers, norm_outputs)
     rotation = reason or rotation
@@ -96,7 +89,7 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
 
 
 def strays_of(model_map: ModelMap) -> tuple[Layer, ...]:
-    """Projections outside of blocks of which no fact says what they read and write."""
+    """Projections outside of blocks whose input and output are unknown."""
     names = tuple(_outer_uses(model_map))
     return tuple(
         layer
@@ -105,61 +98,55 @@ def strays_of(model_map: ModelMap) -> tuple[Layer, ...]:
     )
 
 
-def _ends_of(model_map: ModelMap) -> _Ends:
+def _ends_of(model_map: ModelMap) -> Ends:
     facts = _outer_uses(model_map)
-    others = [layer for layer in model_map.layers if layer.role is Role.OTHER]
-
-    def doing(what: OuterUse) -> tuple[Layer, ...]:
-        names = tuple(name for name, done in facts.items() if done == what)
-        return tuple(layer for layer in others if not layer.block and _is_named(layer.name, names))
-
-    strays = [layer.name for layer in others if layer.block]
-    strays += [layer.name for layer in strays_of(model_map)]
-    return _Ends(
-        entering=doing("enters"),
-        leaving=doing("leaves"),
-        staying=doing("stays"),
-        reading=doing("reads"),
-        strays=(*strays, *(each.name for each in model_map.unmapped)),
-    )
+    layers = [layer for layer in model_map.layers if layer.role is Role.OTHER and not layer.block]
+    ends = {}
+    for use in get_args(OuterUse):
+        names = tuple(name for name, fact in facts.items() if fact == use)
+        ends[use] = tuple(layer for layer in layers if _is_named(layer.name, names))
+    return ends
 
 
 def _outer_uses(model_map: ModelMap) -> Mapping[str, OuterUse]:
-    """What the family's row says of projections outside of blocks."""
+    """Uses of projections outside of blocks, from the family's row."""
     return FAMILIES[model_map.family].other if model_map.family else {}
 
 
-def _is_named(name: str, known: Sequence[str]) -> bool:
-    return any(name == each or name.endswith(f".{each}") for each in known)
+def _is_named(name: str, suffixes: Sequence[str]) -> bool:
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
 
 
-def _is_on_the_stream(model_map: ModelMap, norm: Norm, ends: _Ends, width: int) -> bool:
+def _is_on_the_stream(model_map: ModelMap, norm: Norm, ends: Ends, width: int) -> bool:
     if norm.place in (NormPlace.QUERY, NormPlace.KEY) or norm.features != width:
         return False
-    if norm.place is NormPlace.EMBEDDING and {layer.matrix for layer in ends.entering} & set(norm.feeds):
+    if norm.place is NormPlace.EMBEDDING and {layer.matrix for layer in ends["enters"]} & set(norm.feeds):
         return False
     # ALBERT's last norm follows the projection that leaves; OPT's stands before it.
-    leaves_first = any(layer.out_features == norm.features for layer in ends.leaving)
+    leaves_first = any(layer.out_features == norm.features for layer in ends["leaves"])
     return not (norm.place is NormPlace.FINAL and leaves_first)
 
 
 def _why_unknown(
     model_map: ModelMap,
-    ends: _Ends,
+    ends: Ends,
     head: Layer | None,
     tables: Sequence[str],
     readers: Sequence[Layer],
     writers: Sequence[Layer],
 ) -> str | None:
-    """Why not even a permutation can be told to everything that touches the stream."""
+    """The reason against any change of basis: a reader or writer of the stream is unknown."""
+    strays = [layer.name for layer in model_map.layers if layer.role is Role.OTHER and layer.block]
+    strays += [layer.name for layer in strays_of(model_map)]
+    strays += [entry.name for entry in model_map.unmapped]
     wrong = [layer.name for layer in readers if layer.in_features != model_map.hidden_size]
     wrong += [layer.name for layer in writers if layer.out_features != model_map.hidden_size]
     token_tables = [table.name for table in model_map.embeddings if table.kind is EmbeddingKind.TOKEN]
-    wrong += [] if ends.entering else [name for name in token_tables if name not in tables]
+    wrong += [] if ends["enters"] else [name for name in token_tables if name not in tables]
     is_half_tied = head is not None and head.tied_to and (head.tied_to in tables) != (head in readers)
     reasons = {
         "without a language-model head the stream itself is what the model returns": head is None,
-        f"'{(*ends.strays, '')[0]}' has no role, so whether it touches the stream is unknown": ends.strays,
+        f"'{(*strays, '')[0]}' has no role, so whether it touches the stream is unknown": strays,
         f"'{(*wrong, '')[0]}' is not as wide as the stream": wrong,
         "the head shares the embedding's table, and only one of them is on the stream": is_half_tied,
     }
@@ -169,7 +156,7 @@ def _why_unknown(
 def _why_not_rotated(
     model_map: ModelMap, norms: Sequence[Norm], readers: Sequence[Layer], norm_outputs: Sequence[Space]
 ) -> tuple[str | None, bool]:
-    """(why a rotation would change the function, whether the head must be untied for it)."""
+    """(reason against a rotation, whether the head must be untied for it)."""
     placements = {block.norm_placement for block in model_map.blocks}
     if NormPlacement.POST in placements:
         return "post-norms: their gains scale the residual itself and have no reader to go into alone", False

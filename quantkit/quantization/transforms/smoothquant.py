@@ -1,15 +1,15 @@
-"""Scales between what writes a vector and what reads it: large channels shrink, their weights grow.
+"""Per-channel scales between the writers and readers of a space: large channels shrink, their weights grow.
 
-One coarse grid then wastes less on either side. SmoothQuant balances the largest magnitude of a channel
-against that of the weights which multiply it; AWQ looks at mean magnitudes alone and so protects the weights
-that matter most. The same scales go between a norm and its readers, up and down, value and output projection.
+SmoothQuant balances the largest magnitude of a channel against the largest weight that multiplies it; AWQ
+uses mean magnitudes alone and so protects the weights of strong channels. Scales go between a norm and its
+readers, between up and down projection, and between value and output projection.
 https://arxiv.org/abs/2211.10438, https://arxiv.org/abs/2306.00978
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -23,70 +23,55 @@ from quantkit.quantization.transforms.basis import Basis, Diagonal, Doubles, Spa
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.draft import opened, row_chunks
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_spaces
+from quantkit.quantization.transforms.spaces import require_known, require_spaces
 
 Rule = Literal["smoothquant", "awq"]
-Statistics = Mapping[str, NDArray[Any]]  # matrix -> one value for each channel of its input
+ChannelStatistics = Mapping[str, NDArray[Any]]  # matrix -> one value for each channel of its input
 DEFAULT_ALPHA = 0.5
-VALUES_AT_ONCE, MAX_THREADS = 1 << 20, 8  # of a matrix that is looked through
-LARGEST_SCALE = 1e3  # of a channel beside the geometric mean: beyond it float32 and INT8 gain nothing more
+VALUES_AT_ONCE, MAX_THREADS = 1 << 20, 8  # of a matrix whose peaks are found
+LARGEST_SCALE = 1e3  # over the geometric mean: beyond it float32 and INT8 gain nothing more
 
 
 def smooth(
     model_map: ModelMap,
     source: TensorSource,
     *,
-    statistics: Statistics | None = None,
+    statistics: ChannelStatistics | None = None,
     unties_head: bool = False,
     dtype: Any = np.float32,
     alpha: float | Mapping[str, float | None] = DEFAULT_ALPHA,
     rule: Rule = "smoothquant",
-    spaces: Collection[str] | None = None,
     **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
-    """Scale these spaces, or all that permit it and whose readers' input was seen.
+    """Scale all spaces that permit it and whose readers have statistics.
 
-    `statistics` holds peaks for "smoothquant" and mean magnitudes for "awq". With a mapping for `alpha`, a
-    space that it lacks or gives None stays as it is.
+    `statistics` holds peaks for "smoothquant" and mean magnitudes for "awq". A mapping for `alpha` names the
+    spaces; one with None stays as it is.
     """
-    known = {space.name: space for space in require_spaces(model_map)}
-    chosen = list(spaces) if spaces is not None else smoothable(model_map, unties_head=unties_head)
-    given, tensors = statistics or {}, opened(model_map, source, dtype)
+    spaces = {space.name: space for space in require_spaces(model_map)}
+    permitting = smoothable(model_map, unties_head=unties_head)
+    strengths = alpha if isinstance(alpha, Mapping) else dict.fromkeys(permitting, alpha)
+    tensors = opened(model_map, source, dtype)
     changes: dict[str, Basis] = {}
-    for name in chosen:
-        strength = alpha.get(name) if isinstance(alpha, Mapping) else alpha
-        if strength is None:
-            continue
-        space = known.get(name)
-        seen_I = pooled_statistic(model_map, space, given) if space else None
-        if space is None:
-            changes[name] = Diagonal(factors_I=np.ones(0))  # refused by name
-        elif seen_I is not None:
+    for name, strength in strengths.items():
+        space = require_known(model_map, spaces, name)
+        input_I = pooled_statistic(model_map, space, statistics or {})
+        if strength is not None and input_I is not None:
             weight_I = weight_peaks(model_map, tensors, space) if rule == "smoothquant" else None
-            scales_I = smoothing_scales(seen_I, weight_I, strength)
-            changes[name] = Diagonal(factors_I=1 / scales_I)
-    left_alone = isinstance(alpha, Mapping) and not any(alpha.get(name) is not None for name in chosen)
-    if not changes and not left_alone:
+            changes[name] = Diagonal(factors_I=1 / smoothing_scales(input_I, weight_I, strength))
+    is_left_alone = isinstance(alpha, Mapping) and all(strength is None for strength in alpha.values())
+    if not changes and not is_left_alone:
         raise InputError(
             "no space of it can be smoothed with these statistics",
             where=model_map.name,
-            allowed=", ".join(smoothable(model_map, unties_head=unties_head)) or "none permits scales",
+            allowed=", ".join(permitting) or "none permits scales",
             next_step="calibrate the matrices that read these spaces, or choose another transform",
         )
     return apply_change(model_map, tensors, changes, unties_head=unties_head, dtype=dtype)
 
 
-def smooth_for_weights(
-    model_map: ModelMap,
-    source: TensorSource,
-    **options: Any,
-) -> tuple[ModelMap, TransformedTensors]:
-    """The same by AWQ's rule."""
-    return smooth(model_map, source, **{**options, "rule": "awq"})
-
-
 def smoothable(model_map: ModelMap, *, unties_head: bool = False) -> list[str]:
-    """Names of the spaces that scales may be put into."""
+    """Names of the spaces that permit scales."""
     return [
         space.name
         for space in require_spaces(model_map)
@@ -94,17 +79,17 @@ def smoothable(model_map: ModelMap, *, unties_head: bool = False) -> list[str]:
     ]
 
 
-def smoothing_scales(seen_I: Doubles, weight_I: Doubles | None, alpha: float) -> Doubles:
-    """What each channel is divided by: seen^alpha / weight^(1 - alpha), or seen^alpha without weights.
+def smoothing_scales(input_I: Doubles, weight_I: Doubles | None, alpha: float) -> Doubles:
+    """The divisor of each channel: input^alpha / weight^(1 - alpha), or input^alpha without weights.
 
-    Geometric mean one. A channel that is dead, on either side, is left alone.
+    Their geometric mean is one. The divisor of a channel with zero or infinite statistics is one.
     """
-    weights_I = np.ones_like(seen_I) if weight_I is None else weight_I
-    alive = np.isfinite(seen_I) & np.isfinite(weights_I) & (seen_I > 0) & (weights_I > 0)
-    scales_I = np.ones(len(seen_I))
+    weights_I = np.ones_like(input_I) if weight_I is None else weight_I
+    alive = np.isfinite(input_I) & np.isfinite(weights_I) & (input_I > 0) & (weights_I > 0)
+    scales_I = np.ones(len(input_I))
     if not alive.any():
         return scales_I
-    logs = alpha * np.log(seen_I[alive])
+    logs = alpha * np.log(input_I[alive])
     if weight_I is not None:
         logs -= (1 - alpha) * np.log(weights_I[alive])
     limit = np.log(LARGEST_SCALE)
@@ -113,19 +98,18 @@ def smoothing_scales(seen_I: Doubles, weight_I: Doubles | None, alpha: float) ->
 
 
 def readers_of(model_map: ModelMap, space: Space) -> list[Layer]:
-    """The layers that read a space."""
     return [layer for layer in model_map.layers if layer.name in space.readers]
 
 
-def pooled_statistic(model_map: ModelMap, space: Space, statistics: Statistics) -> Doubles | None:
-    """The largest of a channel's values over all readers that were seen; None when none was."""
+def pooled_statistic(model_map: ModelMap, space: Space, statistics: ChannelStatistics) -> Doubles | None:
+    """The largest value of each channel over all readers with statistics; None without any."""
     matrices = dict.fromkeys(layer.matrix for layer in readers_of(model_map, space))
-    seen = [np.asarray(statistics[name], np.float64) for name in matrices if name in statistics]
-    return over_groups(np.max(seen, axis=0), space) if seen else None
+    values = [np.asarray(statistics[name], np.float64) for name in matrices if name in statistics]
+    return _over_groups(np.max(values, axis=0), space) if values else None
 
 
-def over_groups(values_I: Doubles, space: Space) -> Doubles:
-    """Of the query heads that read one value head, the largest."""
+def _over_groups(values_I: Doubles, space: Space) -> Doubles:
+    """The largest value over the query heads that share a value head."""
     if space.kind != "value_heads" or space.num_heads == space.num_kv_heads:
         return values_I
     values_HGD = values_I.reshape(space.num_kv_heads, -1, space.head_dim)
@@ -134,15 +118,15 @@ def over_groups(values_I: Doubles, space: Space) -> Doubles:
 
 
 def weight_peaks(model_map: ModelMap, tensors: TransformedTensors, space: Space) -> Doubles:
-    """The largest magnitude of each column over all readers, several of which are read at once."""
+    """The largest magnitude of each column over all readers, which are read in parallel."""
     readers = readers_of(model_map, space)
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         peaks_RI = list(pool.map(lambda layer: _column_peaks(tensors, layer), readers))
-    return over_groups(np.max(peaks_RI, axis=0), space)
+    return _over_groups(np.max(peaks_RI, axis=0), space)
 
 
 def _column_peaks(tensors: TransformedTensors, layer: Layer) -> Doubles:
-    """Of one layer, as many rows at a time as the caches hold."""
+    """Of one layer, as many rows at a time as the processor's caches hold."""
     peaks_I = np.zeros(layer.in_features)
     size = max(1, VALUES_AT_ONCE // layer.in_features)
     for rows_OI in row_chunks(tensors, layer, size, is_exact=False):

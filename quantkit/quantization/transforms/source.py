@@ -1,8 +1,8 @@
-"""Weights with changes that are computed when they are read, so that no changed model is ever held.
+"""Transformed weights, computed when they are read, so that no changed model is ever held.
 
-A change is a list of edits of named tensors. Scales and orders of rows touch only the rows that are asked
-for, and so does everything along columns; a rotation along rows needs the whole tensor, of which one is kept.
-Everything is computed in float64 from the stored values and rounded once, however many changes were made.
+A change is a list of edits of named tensors. Scales and permutations of rows read only the requested rows,
+and so does everything along columns; a rotation along rows needs the whole tensor, of which one is kept.
+Edits are computed in float64 from the stored values and rounded once, however many changes were made.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from quantkit.quantization.transforms.basis import (
     Action,
     Diagonal,
     Doubles,
-    Heads,
     Order,
     Permutation,
-    is_local,
 )
 
 CHUNK_VALUES = 1 << 20
@@ -31,31 +29,30 @@ CHUNK_VALUES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Along:
-    """A matrix along one axis of a tensor as stored, on some places of it or on all."""
+    """An action along one axis of a stored tensor, on some places of it or on all."""
 
     axis: int
     action: Action
-    inverse: bool = False  # as readers do it
+    inverse: bool = False  # for readers
     where: Order | None = None
-    offset: float = 0.0  # of a gain: what is stored is the gain without it
+    offset: float = 0.0  # of a gain, which is stored without it
 
     def __call__(self, rows: Doubles) -> Doubles:
-        """Along the last axis."""
         return self.action.read(rows) if self.inverse else self.action.written(rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fill:
-    """One value everywhere."""
+    """One value in the whole tensor."""
 
     value: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AddProduct:
-    """A matrix times a vector, added: how a bias moves from a norm into what reads it."""
+    """Adds the product of a matrix and a vector: moves a norm's bias into the bias of its reader."""
 
-    tensors: TransformedTensors  # as they were before the change
+    tensors: TransformedTensors  # before the change
     weight: str
     is_transposed: bool
     vector_I: Doubles
@@ -64,24 +61,22 @@ class AddProduct:
         """The product, a few rows at a time."""
         rows, columns = self.tensors.shape(self.weight)
         step = max(1, CHUNK_VALUES // columns)
-        made = np.zeros(columns if self.is_transposed else rows)
+        product = np.zeros(columns if self.is_transposed else rows)
         for start in range(0, rows, step):
             part = self.tensors.exact(self.weight, start, step)
             if self.is_transposed:
-                made += self.vector_I[start : start + step] @ part
+                product += self.vector_I[start : start + step] @ part
             else:
-                made[start : start + step] = part @ self.vector_I
-        return made
+                product[start : start + step] = part @ self.vector_I
+        return product
 
 
 Edit = Along | Fill | AddProduct
-
-
-Key = tuple[str, tuple[Edit, ...]]  # edits are told apart by identity, so two changes of one source differ
+Key = tuple[str, tuple[Edit, ...]]  # edits differ by identity, so two changes of one source differ
 
 
 class _Kept:
-    """Vectors, and the last whole matrix; shared by all changes of one source."""
+    """A cache of vectors and of the last whole matrix, shared by all changes of one source."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -91,11 +86,11 @@ class _Kept:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TransformedTensors:
-    """A source of tensors with edits; itself a source."""
+    """A source of tensors with edits."""
 
     base: TensorSource
     edits: Mapping[str, tuple[Edit, ...]] = field(default_factory=dict)
-    same: Mapping[str, str] = field(default_factory=dict)  # another name of a tensor -> the name edits use
+    same: Mapping[str, str] = field(default_factory=dict)  # another name of a tensor -> the name of its edits
     copies: Mapping[str, str] = field(default_factory=dict)  # a new tensor -> the stored one it starts from
     added: Mapping[str, int] = field(default_factory=dict)  # new vectors of zeros
     removed: frozenset[str] = frozenset()
@@ -106,33 +101,32 @@ class TransformedTensors:
         return self.same.get(name, name)
 
     def has(self, name: str) -> bool:
-        """Whether it is there after the change."""
         name = self._name(name)
-        known = name in self.copies or name in self.added or self.base.has(name)
-        return known and name not in self.removed
+        exists = name in self.copies or name in self.added or self.base.has(name)
+        return exists and name not in self.removed
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape; no change alters a stored one."""
+        """The shape, which no edit changes."""
         name = self._name(name)
         return (self.added[name],) if name in self.added else self.base.shape(self.copies.get(name, name))
 
     def source_bytes(self) -> int:
-        """Bytes of all tensors as they are stored, before any change."""
+        """Bytes of all tensors as they are stored."""
         return self.base.source_bytes()
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> NDArray[Any]:
-        """Rows after the change, rounded once."""
-        found = self._name(name)
-        if not self.edits.get(found) and found not in self.copies and found not in self.added:
-            return self.base.read(found, start, count).astype(self.dtype, copy=False)
-        return self._values(found, start, count).astype(self.dtype)
+        """Rows after the edits, rounded once."""
+        name = self._name(name)
+        if not self.edits.get(name) and name not in self.copies and name not in self.added:
+            return self.base.read(name, start, count).astype(self.dtype, copy=False)
+        return self._values(name, start, count).astype(self.dtype)
 
     def exact(self, name: str, start: int = 0, count: int | None = None) -> Doubles:
-        """Rows after the change, in float64."""
+        """Rows after the edits, in float64."""
         return self._values(self._name(name), start, count).copy()
 
     def _values(self, name: str, start: int, count: int | None) -> Doubles:
-        """The same, and perhaps a part of what is kept."""
+        """Rows after the edits; the array may be part of the cache."""
         shape, edits = self.shape(name), self.edits.get(name, ())
         rows = shape[0] if shape else 1
         end = rows if count is None else min(start + count, rows)
@@ -148,7 +142,7 @@ class TransformedTensors:
         return self.base.read(self.copies.get(name, name), start, count).astype(np.float64)
 
     def _rows(self, name: str, edits: tuple[Edit, ...], places: Order) -> Doubles:
-        """Rows at these places after the edits, without any others."""
+        """Single rows after edits that mix no rows."""
         if not edits:
             if not len(places):
                 return np.empty((0, self.shape(name)[1]))
@@ -191,7 +185,7 @@ class TransformedTensors:
             return self.kept.matrix[1]
 
     def _make_matrix(self, name: str, edits: tuple[Edit, ...]) -> Doubles:
-        """The whole tensor, changed in place, a slice at a time."""
+        """The whole tensor, edited in place, a slice at a time."""
         rows, columns = self.shape(name)
         values = np.empty((rows, columns))
         step = max(1, CHUNK_VALUES // columns)
@@ -218,7 +212,7 @@ class TransformedTensors:
         added: Mapping[str, int],
         removed: frozenset[str],
     ) -> TransformedTensors:
-        """One more change on top; a new copy starts with the edits of what it is copied from."""
+        """One more change on top; a new copy starts with the edits of its original."""
         merged = dict(self.edits)
         for new, old in copies.items():
             merged[new] = merged.get(old, ())
@@ -235,7 +229,7 @@ class TransformedTensors:
 
 
 def _mixes_rows(edit: Edit) -> bool:
-    return isinstance(edit, Along) and edit.axis == 0 and not is_local(edit.action)
+    return isinstance(edit, Along) and edit.axis == 0 and edit.action.mixes_channels
 
 
 def _along_columns(edit: Along, rows: Doubles) -> Doubles:
@@ -246,14 +240,13 @@ def _along_columns(edit: Along, rows: Doubles) -> Doubles:
 
 
 def _row_moves(edit: Along, num_rows: int) -> tuple[Order, Doubles | None]:
-    """(which row each row comes from, its factor) of a change that mixes no rows."""
+    """(source of each row, factor of each row) of an edit that mixes no rows."""
     source = np.arange(num_rows)
     places = source if edit.where is None else edit.where
-    action = edit.action.as_channels() if isinstance(edit.action, Heads) else edit.action
-    if isinstance(action, Permutation):
-        source[places] = places[action.order_I]
+    if isinstance(edit.action, Permutation):
+        source[places] = places[edit.action.order_I]
         return source, None
-    assert isinstance(action, Diagonal)
+    assert isinstance(edit.action, Diagonal)
     factors = np.ones(num_rows)
-    factors[places] = 1 / action.factors_I if edit.inverse else action.factors_I
+    factors[places] = 1 / edit.action.factors_I if edit.inverse else edit.action.factors_I
     return source, factors

@@ -1,10 +1,9 @@
 """The spaces of a model: vectors that a change of basis may be put into, each with the kinds it permits.
 
 SmoothQuant, rotation and permutation differ only in the matrix that writers absorb and readers undo. Which
-matrices leave the function as it is follows from what lies between writer and reader, and that is read from
-the map: an elementwise curve lets permutations through, a norm that only linears read lets scales through,
-an RMS norm whose gain has been folded lets rotations through. What no fact vouches for is forbidden with a
-reason, never tried.
+matrices keep the model's function follows from the operators between writer and reader, as the map gives
+them: an elementwise activation permits permutations, a norm that only linears read permits scales, an RMS
+norm with a folded gain permits rotations. Every other kind is forbidden with a reason.
 https://arxiv.org/abs/2211.10438 (scales), https://arxiv.org/abs/2401.15024 and 2404.00456 (rotations)
 """
 
@@ -39,10 +38,13 @@ NEEDED_ROLES = (
 )
 OF_THE_RESIDUAL = "a norm's input is the residual: permute or rotate that space"
 TIED = "the head shares the token table with the embedding: what goes into one would show in the other"
+UNTIE = (
+    "allow the head weights of its own (unties_head=True; it costs the size of the table), or leave it out"
+)
 
 
 def spaces_of(model_map: ModelMap) -> tuple[Space, ...]:
-    """Every space of the model; empty for an architecture without a row, whose roles are unknown."""
+    """Every space of the model; none for an architecture without a row, whose roles are unknown."""
     if model_map.family is None:
         return ()
     norms = tuple(_norm_outputs(model_map))
@@ -54,14 +56,38 @@ def require_spaces(model_map: ModelMap) -> tuple[Space, ...]:
     """The spaces, or an error that lists every role that the map lacks."""
     spaces = spaces_of(model_map)
     if not spaces:
-        known = {layer.role for layer in model_map.layers}
-        missing = ", ".join(role for role in NEEDED_ROLES if role not in known)
+        roles = {layer.role for layer in model_map.layers}
+        missing = ", ".join(role for role in NEEDED_ROLES if role not in roles)
         raise InputError(
             f"no row in the families table, so it has no spaces: missing roles are {missing}",
             where=model_map.name,
             next_step="quantize it without a transform, or add its row to quantkit/model/families.py",
         )
     return spaces
+
+
+def require_known(model_map: ModelMap, spaces: Mapping[str, Space], name: str) -> Space:
+    if name not in spaces:
+        raise InputError(
+            f"it has no space '{name}'", where=model_map.name, allowed=", ".join(spaces), next_step="name one"
+        )
+    return spaces[name]
+
+
+def require_permitted(
+    model_map: ModelMap, spaces: Mapping[str, Space], name: str, kind: BasisKind, *, unties_head: bool
+) -> Space:
+    """The space, if it is known and permits this change of basis."""
+    space = require_known(model_map, spaces, name)
+    allowed = space.permits | (space.permits_untied if unties_head else frozenset())
+    if kind not in allowed:
+        raise InputError(
+            f"a change of kind '{kind}' is forbidden in '{name}': {space.why_not[kind]}",
+            where=model_map.name,
+            allowed=", ".join(sorted(allowed)) or "none in this space",
+            next_step=UNTIE if kind in space.permits_untied else "leave this space out",
+        )
+    return space
 
 
 def _reasons(
@@ -72,10 +98,10 @@ def _reasons(
 
 
 def _stray(model_map: ModelMap, block: str | None) -> str | None:
-    """Something in a block that no fact describes, if there is any."""
-    layers = [each.name for each in model_map.layers if each.block == block and each.role is Role.OTHER]
-    layers += [each.name for each in model_map.unmapped if block and each.name.startswith(f"{block}.")]
-    return f"'{layers[0]}' has no role, so what it reads and writes is unknown" if block and layers else None
+    """The reason that a module without a role in this block gives against any change."""
+    names = [layer.name for layer in model_map.layers if layer.block == block and layer.role is Role.OTHER]
+    names += [entry.name for entry in model_map.unmapped if block and entry.name.startswith(f"{block}.")]
+    return f"'{names[0]}' has no role, so what it reads and writes is unknown" if block and names else None
 
 
 def _norm_outputs(model_map: ModelMap) -> Iterator[Space]:
@@ -126,9 +152,11 @@ def _why_not_scaled(
 
 
 def _why_shared(model_map: ModelMap, norm: Norm, readers: Sequence[Layer]) -> str | None:
-    """A projection that several norms feed, as blocks that share it do, can take the scales of none."""
+    """A projection that several norms feed, as in blocks that share it, can absorb the scales of none."""
     fed = {layer.matrix for layer in readers if layer.aliases}
-    other = next((each for each in model_map.norms if each is not norm and fed & set(each.feeds)), None)
+    other = next(
+        (sibling for sibling in model_map.norms if sibling is not norm and fed & set(sibling.feeds)), None
+    )
     return f"what reads it is shared: '{other.name}' feeds it too" if other else None
 
 
@@ -157,7 +185,9 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
     ffn = block.ffn
     assert ffn is not None
     readers = _names(members, Role.FFN_DOWN)
-    is_whole = len(readers) == 1 and not any(each.role is Role.FFN_LATENT and each.calls for each in members)
+    is_whole = len(readers) == 1 and not any(
+        layer.role is Role.FFN_LATENT and layer.calls for layer in members
+    )
     stray = stray or (None if is_whole else "its FFN is not one up and one down projection")
     is_homogeneous = ffn.kind is FfnKind.GATED or ffn.activation is Activation.RELU
     is_known = ffn.activation is not Activation.OTHER
@@ -180,7 +210,7 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
         why_not=_reasons(
             permits,
             given if stray is None else {},
-            stray or "a curve stands between up and down, and it works channel by channel",
+            stray or "the activation between up and down works channel by channel",
         ),
     )
 
@@ -188,13 +218,13 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
 def _value_heads(block: Block, attention: Attention, members: Sequence[Layer], stray: str | None) -> Space:
     cross = attention.is_cross
     permits: frozenset[BasisKind] = frozenset()
-    told_by_head = attention.position in (PositionKind.ALIBI, PositionKind.RELATIVE)
+    has_head_bias = attention.position in (PositionKind.ALIBI, PositionKind.RELATIVE)
     if stray is None:
         permits |= {"diagonal", "permutation", "per_head_orthogonal"}
-        permits |= set() if told_by_head else {"head_permutation"}
+        permits |= set() if has_head_bias else {"head_permutation"}
     given: dict[BasisKind, str] = {
         "orthogonal": "each head weighs its values with weights of its own, so heads cannot be mixed",
-        "head_permutation": "positions are told by a bias of each head, so heads are not alike",
+        "head_permutation": "each head has a position bias of its own, so heads cannot change places",
     }
     return Space(
         name=f"{block.name}.{'cross_' if cross else ''}value_heads",

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoints import quantize
 from exporting import NOTHING, build_tiny, error
+from fake_quantize import fake_quantize
 
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
@@ -25,7 +26,6 @@ from quantkit.export.fused.encoder import HEADS, depths, emit_encoder, why_not_e
 from quantkit.export.graph import METADATA_KEY, save
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
-from quantkit.quantization.simulate import fake_quantize
 
 try:
     from optimum.onnxruntime import ORTModelForFeatureExtraction, ORTModelForMaskedLM

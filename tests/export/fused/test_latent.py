@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from exporting import NOTHING, build_tiny, error, write_model
+from fake_quantize import fake_quantize
 
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
@@ -22,7 +23,6 @@ from quantkit.pipeline.export import WEIGHTS_FILE, write_companions
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 from quantkit.quantization.checkpoint import open_checkpoint
-from quantkit.quantization.simulate import fake_quantize
 from quantkit.runtime.decoder import open_decoder, positions_of
 
 HEADS, HIDDEN = 4, 256

@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from exporting import NOTHING, build_tiny, error, export
+from fake_quantize import fake_quantize
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
@@ -20,7 +21,6 @@ from quantkit.model.model_map import FFN_ROLES
 from quantkit.plan.cost.specification import specify
 from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.checkpoint import open_checkpoint
-from quantkit.quantization.simulate import fake_quantize
 from quantkit.runtime.session import open_session
 from quantkit.runtime.traced import TracedTexts
 
@@ -182,7 +182,7 @@ def test_statistics_are_those_of_all_calls_one_after_another(name, tmp_path):
     statistics = collect(
         model,
         tokens,
-        wanted={shared.matrix: frozenset({"peak", "mean"})},
+        requested={shared.matrix: frozenset({"peak", "mean"})},
         blocks=(),
         folder=tmp_path,
         batch=2,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import TRANSPOSED, quantize
 from exporting import error
+from fake_quantize import fake_quantize
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +25,6 @@ from quantkit.export.graph import CONTRIB, METADATA_KEY, save
 from quantkit.export.traced.lower import integer_projections, lower
 from quantkit.plan.targets import TARGETS
 from quantkit.quantization.grid import decode, from_bytes
-from quantkit.quantization.simulate import fake_quantize
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.standard_normal((2, 5, 32)).astype(np.float32)

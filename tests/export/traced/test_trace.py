@@ -17,6 +17,7 @@ import torch
 import transformers
 from checkpoints import TRANSPOSED, quantize
 from exporting import build_tiny, error
+from fake_quantize import fake_quantize
 
 from quantkit.errors import InputError
 from quantkit.export.fused.decoder import why_not
@@ -27,7 +28,6 @@ from quantkit.export.traced.lower import integer_projections, lower
 from quantkit.export.traced.trace import trace, why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
-from quantkit.quantization.simulate import fake_quantize
 
 REASON = why_not_trace()
 needs_optimum = pytest.mark.skipif(

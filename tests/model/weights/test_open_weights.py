@@ -22,8 +22,7 @@ from quantkit.model.weights.tensors import RandomTensors
 from quantkit.pipeline.export import require_tensors
 from quantkit.plan.formats import in_blocks
 from quantkit.plan.select import choose
-from quantkit.quantization.layout import contents_of
-from quantkit.quantization.rounding.apply import weight_name
+from quantkit.quantization.layout import contents_of, weight_name
 
 
 def saved(folder, family, **changes):

@@ -8,7 +8,8 @@ import torch
 from exporting import build_tiny
 
 from quantkit.model.families import FAMILIES
-from quantkit.quantization.calibration import NotPlainError, collect_gradients
+from quantkit.quantization.calibration.gradients import collect_gradients
+from quantkit.quantization.calibration.replay import NotBlockwiseError
 
 TOKENS = np.random.default_rng(0).integers(1, 60, (3, 11))
 MODELS = {
@@ -72,10 +73,10 @@ def test_they_are_those_of_the_whole_model(name, tmp_path):
     found = collect_gradients(
         model, TOKENS, outputs=outputs, blocks=blocks, folder=tmp_path, progress=told.append
     )
-    assert found.num_rows == TOKENS.size == sum(told)
+    assert found.num_tokens == TOKENS.size == sum(told)
     for each, gradient_TO in wanted.items():
         moment_OO = gradient_TO.T @ gradient_TO / len(gradient_TO)
-        assert np.abs(found.read(each) - moment_OO).max() < 1e-5 * np.abs(moment_OO).max()
+        assert np.abs(found.read(each).second_moment_II - moment_OO).max() < 1e-5 * np.abs(moment_OO).max()
     assert not list(tmp_path.glob("hidden_*")), "nothing is left of the way"
     assert all(parameter.grad is None or parameter.requires_grad is False for parameter in model.parameters())
 
@@ -105,8 +106,8 @@ def test_parts_of_a_fused_matrix_have_moments_of_their_own(tmp_path):
         model, TOKENS, outputs={"keys": (matrices[name], picked)}, blocks=blocks, folder=tmp_path
     )
     wanted_OO = wanted_TO.T @ wanted_TO / len(wanted_TO)
-    assert np.abs(found.read("keys") - wanted_OO).max() < 1e-5 * np.abs(wanted_OO).max()
-    assert found.read("values") is None
+    assert np.abs(found.read("keys").second_moment_II - wanted_OO).max() < 1e-5 * np.abs(wanted_OO).max()
+    assert [*found.requested] == ["keys"]
 
 
 def test_finished_ones_are_taken_and_others_are_not(tmp_path, monkeypatch):
@@ -129,7 +130,7 @@ def test_finished_ones_are_taken_and_others_are_not(tmp_path, monkeypatch):
 def test_a_model_without_logits_or_without_a_chain_is_refused(tmp_path):
     model, blocks, matrices = opened("gpt2")
     outputs = {name: (linear, torch.arange(4)) for name, linear in matrices.items()}
-    with pytest.raises(NotPlainError, match="no logits"):
+    with pytest.raises(NotBlockwiseError, match="no logits"):
         collect_gradients(model.transformer, TOKENS, outputs=outputs, blocks=blocks, folder=tmp_path)
-    with pytest.raises(NotPlainError, match="no blocks"):
+    with pytest.raises(NotBlockwiseError, match="no blocks"):
         collect_gradients(model, TOKENS, outputs=outputs, blocks={}, folder=tmp_path)

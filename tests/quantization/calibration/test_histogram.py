@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.quantization.calibration import statistics as running
+from quantkit.quantization.calibration import running
 from quantkit.quantization.calibration.histogram import least_error_range, quantile, read_bins, squared_error
 
 pytestmark = pytest.mark.once

@@ -18,12 +18,11 @@ from quantkit.pipeline.prepare import discard, prepare
 from quantkit.pipeline.resolve import resolve
 from quantkit.plan.formats import Grid
 from quantkit.progress import Progress
-from quantkit.quantization.calibration import NotPlainError
-from quantkit.quantization.calibration.output_weights import weighed
+from quantkit.quantization.calibration.output_weights import weighed_layers
+from quantkit.quantization.calibration.replay import NotBlockwiseError
 from quantkit.quantization.grid import decode_all
-from quantkit.quantization.rounding import QUANTIZERS
-from quantkit.quantization.rounding.apply import fitting_for
-from quantkit.quantization.simulate import rows_of
+from quantkit.quantization.layout import rows_of
+from quantkit.quantization.rounding.apply import prepared_fit
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.tokenizer import open_text
 
@@ -39,7 +38,9 @@ def mapped(name="demo"):
 def picked(model_map, planned=None, **changes):
     recipe = override(Recipe(), {"fit": "gptq", "scheme": "int4_block32", **changes})
     every = frozenset(layer.name for layer in model_map.layers)
-    return {layer.name for layer in weighed(recipe, planned or every, model_map)}
+    num_windows = recipe.calibration.gradient_windows
+    layers = weighed_layers(model_map, planned or every, fit=recipe.fit, num_windows=num_windows)
+    return {layer.name for layer in layers}
 
 
 @pytest.mark.once
@@ -60,17 +61,17 @@ def _last(opened):
     return [layer for layer in opened.model_map.layers if layer.role is Role.FFN_DOWN][-1]
 
 
-def divergence(prepared, evidence, tokens_BT):
+def divergence(prepared, statistics, tokens_BT):
     """KL of the next token when every projection is fitted with what was seen."""
     module = torch_model(prepared.resolved.source, prepared.model_map, prepared.weights)
     with torch.no_grad():
         reference = module(input_ids=tokens_BT).logits.double().log_softmax(-1)
         for layer in prepared.model_map.layers:
             if layer.name in prepared.planned:
-                seen, rows = evidence(layer), rows_of(layer.rows)
-                fitting = fitting_for(QUANTIZERS["gptq"], GRID, seen)
+                seen, rows = statistics(layer), rows_of(layer.rows)
+                fitting = prepared_fit("gptq", GRID, seen)
                 target_OI = weight_OI(module.get_submodule(layer.matrix), layer.stored_as)
-                fit = fitting.joined(seen) or fitting.of_rows
+                fit = fitting.jointly(seen) or fitting.encode
                 made = fit(target_OI[rows].contiguous().numpy())
                 target_OI[rows] = torch.from_numpy(decode_all(made, layer.in_features))
         changed = module(input_ids=tokens_BT).logits.double().log_softmax(-1)
@@ -103,7 +104,7 @@ def test_a_model_that_is_no_chain_is_fitted_all_the_same(tmp_path, monkeypatch):
     """The reason is said, and GPTQ goes on without."""
 
     def refusing(*_, **__):
-        raise NotPlainError("block 'x' runs more than once")
+        raise NotBlockwiseError("block 'x' runs more than once")
 
     monkeypatch.setattr("quantkit.quantization.calibration.output_weights.collect_gradients", refusing)
     settings = {"model": "demo", "scheme": "int4_block32", "transforms": [], **FEW, **LAST}

@@ -10,7 +10,7 @@ import pytest
 MEASURED = """
 import resource, sys, numpy as np, torch, transformers
 from pathlib import Path
-from quantkit.quantization.calibration import collect
+from quantkit.quantization.calibration.passes import collect
 from quantkit.model.inspect import map_module
 
 def peak():
@@ -24,7 +24,7 @@ model_map = map_module(model, name="random")
 collect(
     model,
     np.random.default_rng(0).integers(0, 50257, (windows, 512)),
-    wanted=dict.fromkeys(model_map.matrices, frozenset({"second_moment"})),
+    requested=dict.fromkeys(model_map.matrices, frozenset({"second_moment"})),
     blocks=[block.name for block in model_map.blocks],
     folder=Path(sys.argv[1]),
 )

@@ -18,7 +18,9 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model.families import FAMILIES
-from quantkit.quantization.calibration import collect, open_statistics, read_evidence, store
+from quantkit.quantization.calibration import store
+from quantkit.quantization.calibration.passes import collect
+from quantkit.quantization.calibration.store import open_statistics
 
 TOKENS = np.random.default_rng(0).integers(1, 60, (5, 13))
 GPT2_MATRICES = [
@@ -35,7 +37,7 @@ def gpt2(dtype=torch.float64):
 
 def run(model, folder, *, wanted=None, blocks=GPT2_BLOCKS, tokens=TOKENS, **options):
     wanted = everything([*GPT2_MATRICES, "lm_head"]) if wanted is None else wanted
-    return collect(model, tokens, wanted=wanted, blocks=blocks, folder=folder, **options)
+    return collect(model, tokens, requested=wanted, blocks=blocks, folder=folder, **options)
 
 
 def check_all(model, statistics, names, tokens=TOKENS, **options):
@@ -93,7 +95,7 @@ def test_shared_inputs_are_stored_once(tmp_path):
         "model.layers.0.self_attn.k_proj": frozenset({"peak"})
     }
     statistics = run(model, tmp_path, wanted=wanted, blocks=["model.layers.0", "model.layers.1"])
-    entries = {name: statistics.located[name].entry for name in matrices}
+    entries = {name: statistics.located[name][1] for name in matrices}
     assert len(set(entries.values())) == 2 * 4
     assert entries[matrices[0]] == entries[matrices[1]] == entries[matrices[2]] != entries[matrices[3]]
     assert entries[matrices[4]] == entries[matrices[5]] != entries[matrices[6]]
@@ -108,7 +110,7 @@ def test_nan_is_named(tmp_path):
         run(model, tmp_path)
     model = gpt2()
     model.transformer.h[0].mlp.c_proj.bias.data[3] = torch.inf
-    with pytest.raises(InputError, match=r"transformer\.h\.0' returns.*infinite"):
+    with pytest.raises(InputError, match=r"block 'transformer\.h\.0'.*infinite"):
         run(model, tmp_path)
 
 
@@ -225,10 +227,10 @@ class Chain(nn.Module):
     [
         ("plain", None),
         ("text", "depends on the text"),
-        ("norm", "does not read what"),
+        ("norm", "does not read the output"),
         ("between", "'between' is called between blocks"),
-        ("twice", "does not read what|more than once"),
-        ("dictionary", "does not read what"),
+        ("twice", "does not read the output|more than once"),
+        ("dictionary", "does not read the output"),
         ("object", "is given a object"),
         ("counts", "something else by itself"),
         ("diverges", "does not always read"),
@@ -286,7 +288,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path, blocks, stop):
     with pytest.raises(StopError):
         run(model, tmp_path / "cut", blocks=blocks, progress=stop_after(stop), memory_bytes=50_000)
     with pytest.raises(InputError, match=r"no (finished )?statistics"):
-        read_evidence(tmp_path / "cut", GPT2_MATRICES[0])
+        open_statistics(tmp_path / "cut").read(GPT2_MATRICES[0])
     done = store.read_index(tmp_path / "cut").get("done", 0)
     reported = []
     run(model, tmp_path / "cut", blocks=blocks, progress=reported.append, memory_bytes=50_000)
@@ -317,7 +319,7 @@ def test_finished_statistics_are_taken_and_others_are_not(tmp_path):
     keys.add(run(model, tmp_path, wanted={"lm_head": ALL}).key)
     assert len(keys) == 5
     assert calls
-    assert open_statistics(tmp_path).wanted == {"lm_head": ALL}
+    assert open_statistics(tmp_path).requested == {"lm_head": ALL}
     assert (tmp_path / "notes.txt").exists()
 
 

@@ -12,7 +12,7 @@ from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.quantization.calibration import quick_peaks
+from quantkit.quantization.calibration.quick import quick_peaks
 
 IDS = np.random.default_rng(0).integers(0, 61, (2, 20))
 SIZES = {

@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.model.inspect import inspect
-from quantkit.quantization.calibration import calibration_tokens, context_length
+from quantkit.quantization.calibration.tokens import calibration_tokens, context_length
 
 pytestmark = pytest.mark.once
 

@@ -16,22 +16,21 @@ from exporting import NOTHING, build_tiny
 from layers import one_layer
 
 from quantkit.model.inspect import inspect
-from quantkit.model.linears import LINEARS
 from quantkit.model.load import open_source
 from quantkit.model.model_map import Rows
 from quantkit.model.weights.open import open_weights
 from quantkit.model.weights.tensors import open_tensors
 from quantkit.plan.formats import Format, Grid, in_blocks
 from quantkit.plan.select import choose
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.checkpoint import write_checkpoint
 from quantkit.quantization.grid import decode, from_bytes
-from quantkit.quantization.layout import Contents, Evidence, Pack, contents_of
-from quantkit.quantization.rounding import QUANTIZERS
+from quantkit.quantization.layout import Contents, Pack, contents_of
+from quantkit.quantization.rounding import FITS
 from quantkit.quantization.rounding.apply import quantized_parts, runs_of
 
 HIDDEN, HEADS, FFN = 40, 4, 72  # no multiples of the block
 BLOCK = 32
-TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 PLAIN = {
     "vocab_size": 61,
     "hidden_size": HIDDEN,
@@ -142,7 +141,7 @@ def write(model, path, *, grid, min_dim=1, **options):
     folder, model_map, _ = model
     contents = contents_of(model_map, choose(model_map, min_dim=min_dim), a_format(grid))
     source = open_weights(open_source(str(folder)), model_map, random_weights=False)
-    parts = quantized_parts(contents, source, transposed=TRANSPOSED, **options)
+    parts = quantized_parts(contents, source, **options)
     write_checkpoint(path, contents.tensors(), parts, {})
     return path.read_bytes()
 
@@ -269,7 +268,7 @@ def test_a_large_matrix_takes_a_few_chunks_of_memory(tmp_path):
     source = open_tensors(tmp_path)
     tracemalloc.start()
     try:
-        parts = quantized_parts(contents, source, transposed=TRANSPOSED, threads=2)
+        parts = quantized_parts(contents, source, threads=2)
         made = write_checkpoint(tmp_path / "out.safetensors", contents.tensors(), parts, {})
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -303,10 +302,10 @@ def tokens(seed=0, count=4000):
     return x_TI + 4 * mean_I
 
 
-def evidence_of(x_TI, *, statistics=("second_moment", "mean")):
-    moment_II = (x_TI.T @ x_TI / len(x_TI)).astype(np.float32) if "second_moment" in statistics else None
-    mean_I = x_TI.mean(axis=0).astype(np.float32) if "mean" in statistics else None
-    return Evidence(num_rows=len(x_TI), second_moment_II=moment_II, mean_I=mean_I)
+def statistics_of(x_TI, *, names=("second_moment", "mean")):
+    moment_II = (x_TI.T @ x_TI / len(x_TI)).astype(np.float32) if "second_moment" in names else None
+    mean_I = x_TI.mean(axis=0).astype(np.float32) if "mean" in names else None
+    return InputStatistics(num_rows=len(x_TI), second_moment_II=moment_II, mean_I=mean_I)
 
 
 def one_product(pack_format, *, has_bias=True, adds_bias=False, seen=None, **options):
@@ -319,7 +318,7 @@ def one_product(pack_format, *, has_bias=True, adds_bias=False, seen=None, **opt
     contents = Contents(packs=(pack,), tables=(), norms=(), norm_biases=frozenset())
     stored = {}
     for name, part in quantized_parts(
-        contents, OneMatrix(weight_OI, bias_O), transposed=TRANSPOSED, evidence=lambda _: seen, **options
+        contents, OneMatrix(weight_OI, bias_O), statistics=lambda _: seen, **options
     ):
         stored.setdefault(name, []).append(part)
     stored = {name: np.concatenate(parts) for name, parts in stored.items()}
@@ -335,12 +334,12 @@ def one_product(pack_format, *, has_bias=True, adds_bias=False, seen=None, **opt
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("fit", QUANTIZERS)
+@pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["with a bias", "without one"])
 @pytest.mark.parametrize("pack_format", FORMATS, ids=str)
 def test_a_corrected_bias_leaves_the_mean_output_where_it_was(pack_format, has_bias, fit):
     x_TI = tokens()
-    options = {"has_bias": has_bias, "fit": fit, "seen": evidence_of(x_TI)}
+    options = {"has_bias": has_bias, "fit": fit, "seen": statistics_of(x_TI)}
     weight_OI, bias_O, made_OI, added_O = one_product(pack_format, adds_bias=True, **options)
     wanted_TO = x_TI @ weight_OI.T + bias_O
     shift_O = (x_TI @ made_OI.T + added_O - wanted_TO).mean(axis=0)
@@ -359,26 +358,26 @@ def test_a_corrected_bias_leaves_the_mean_output_where_it_was(pack_format, has_b
 def test_a_bias_is_not_corrected_for_inputs_that_nobody_saw(pack_format):
     _, bias_O, _, added_O = one_product(pack_format, adds_bias=True)
     assert (added_O == bias_O).all()
-    seen = evidence_of(tokens(), statistics=("second_moment",))
+    seen = statistics_of(tokens(), names=("second_moment",))
     _, bias_O, _, added_O = one_product(pack_format, adds_bias=True, seen=seen)
     assert (added_O == bias_O).all()
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("fit", [name for name, row in QUANTIZERS.items() if row.wants])
+@pytest.mark.parametrize("fit", [name for name, row in FITS.items() if row.statistics])
 @pytest.mark.parametrize("pack_format", FORMATS, ids=str)
-def test_a_fit_without_its_evidence_is_plain_rounding(pack_format, fit):
+def test_a_fit_without_its_statistics_is_plain_rounding(pack_format, fit):
     plain_OI = one_product(pack_format)[2]
-    for seen in (None, evidence_of(tokens(), statistics=("mean",))):
+    for seen in (None, statistics_of(tokens(), names=("mean",))):
         assert (one_product(pack_format, fit=fit, seen=seen)[2] == plain_OI).all()
-    assert (one_product(pack_format, fit=fit, seen=evidence_of(tokens()))[2] != plain_OI).any()
+    assert (one_product(pack_format, fit=fit, seen=statistics_of(tokens()))[2] != plain_OI).any()
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("fit", QUANTIZERS)
+@pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("pack_format", FORMATS, ids=str)
 def test_no_cut_of_rows_and_no_thread_changes_a_fit(pack_format, fit, monkeypatch):
-    options = {"fit": fit, "seen": evidence_of(tokens())}
+    options = {"fit": fit, "seen": statistics_of(tokens())}
     whole_OI = one_product(pack_format, threads=1, **options)[2]
     for rows, threads in ((1, 2), (7, 4), (33, 1)):
         monkeypatch.setattr("quantkit.quantization.rounding.apply.CHUNK_VALUES", rows * INPUTS)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from quantkit.plan.formats import Grid
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import decode_all
-from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding import QUANTIZERS, gptq
+from quantkit.quantization.rounding import FITS, gptq
 from quantkit.quantization.rounding.gptq import DAMPING, SCARCITY, factorise, with_feedback
 
 pytestmark = pytest.mark.once
@@ -35,13 +35,15 @@ def weights(rows, columns, seed=7):
     return (np.random.default_rng(seed).normal(size=(rows, columns)) * 0.02).astype(np.float32)
 
 
-def evidence_of(x_TI):
-    return Evidence(num_rows=len(x_TI), second_moment_II=(x_TI.T @ x_TI / len(x_TI)).astype(np.float32))
+def statistics_of(x_TI):
+    return InputStatistics(
+        num_rows=len(x_TI), second_moment_II=(x_TI.T @ x_TI / len(x_TI)).astype(np.float32)
+    )
 
 
-def damped(evidence):
-    moment_II = evidence.second_moment_II.astype(np.float64)
-    factor = DAMPING + SCARCITY * len(moment_II) / evidence.num_rows
+def damped(statistics):
+    moment_II = statistics.second_moment_II.astype(np.float64)
+    factor = DAMPING + SCARCITY * len(moment_II) / statistics.num_rows
     return moment_II + factor * np.diag(np.diag(moment_II))
 
 
@@ -67,27 +69,27 @@ def textbook(weight_OI, moment_II, grid, encoded):
 @pytest.mark.parametrize("columns", [40, 64, 200])
 def test_the_codes_are_the_textbooks(grid, columns):
     """One panel, whole panels and a part of one; a last block that is not full."""
-    evidence = evidence_of(inputs(columns, 600))
+    statistics = statistics_of(inputs(columns, 600))
     weight_OI = weights(24, columns)
-    made = with_feedback(weight_OI, grid, factorise(evidence, grid))
-    wanted = textbook(weight_OI, damped(evidence), grid, made)
+    made = with_feedback(weight_OI, grid, factorise(statistics, grid))
+    wanted = textbook(weight_OI, damped(statistics), grid, made)
     assert (made.codes.reshape(24, -1)[:, :columns] == wanted).all()
 
 
 def test_the_factor_holds_over_several_of_its_panels(monkeypatch):
     monkeypatch.setattr(gptq, "FACTOR_PANEL", 24)
-    evidence = evidence_of(inputs(100, 600))
+    statistics = statistics_of(inputs(100, 600))
     grid, weight_OI = Grid(bits=4, block=32), weights(8, 100)
-    made = with_feedback(weight_OI, grid, factorise(evidence, grid))
-    wanted = textbook(weight_OI, damped(evidence), grid, made)
+    made = with_feedback(weight_OI, grid, factorise(statistics, grid))
+    wanted = textbook(weight_OI, damped(statistics), grid, made)
     assert (made.codes.reshape(8, -1)[:, :100] == wanted).all()
 
 
 def test_the_factor_is_that_of_the_moment():
     """H = (F^T + I) D (F + I) in the order of the columns, with D up to the scale that fits do not see."""
-    evidence = evidence_of(inputs(90, 500))
-    made = factorise(evidence, Grid(bits=4, block=32))
-    moment_II = damped(evidence)[np.ix_(made.order_I, made.order_I)]
+    statistics = statistics_of(inputs(90, 500))
+    made = factorise(statistics, Grid(bits=4, block=32))
+    moment_II = damped(statistics)[np.ix_(made.order_I, made.order_I)]
     unit_II = made.factor_II.astype(np.float64) + np.eye(90)
     assert (np.triu(made.factor_II) == 0).all()
     assert (np.diff(np.diag(moment_II)) <= 0).all()
@@ -104,11 +106,11 @@ def test_each_fit_gains_on_the_one_before_it_on_tokens_that_it_never_saw(grid):
     """The squared error of the outputs, ||X (W - Q)^T||^2."""
     columns = 256
     x_TI = inputs(columns, 6000)
-    evidence, held_out_TI = evidence_of(x_TI[:4000]), x_TI[4000:]
+    statistics, held_out_TI = statistics_of(x_TI[:4000]), x_TI[4000:]
     weight_OI, errors = weights(48, columns), {}
     for name in ("rtn", "output", "gptq"):
-        row = QUANTIZERS[name]
-        encoded = row.fit(weight_OI, grid, row.prepare(evidence, grid) if row.prepare else None)
+        row = FITS[name]
+        encoded = row.encode(weight_OI, grid, row.prepare(statistics, grid) if row.prepare else None)
         lost_OI = decode_all(encoded, columns).astype(np.float64) - weight_OI
         errors[name] = float(((held_out_TI @ lost_OI.T) ** 2).sum())
     assert errors["output"] <= errors["rtn"]
@@ -120,10 +122,10 @@ def test_few_tokens_do_not_mislead_it():
     columns, grid = 256, Grid(bits=4, block=32)
     x_TI = inputs(columns, 2000, hidden=200)
     weight_OI = weights(48, columns)
-    evidence, errors = evidence_of(x_TI[:64]), {}
+    statistics, errors = statistics_of(x_TI[:64]), {}
     for name in ("output", "gptq"):
-        row = QUANTIZERS[name]
-        encoded = row.fit(weight_OI, grid, row.prepare(evidence, grid))
+        row = FITS[name]
+        encoded = row.encode(weight_OI, grid, row.prepare(statistics, grid))
         lost_OI = decode_all(encoded, columns).astype(np.float64) - weight_OI
         errors[name] = float(((x_TI[64:] @ lost_OI.T) ** 2).sum())
     assert errors["gptq"] < errors["output"]
@@ -134,7 +136,7 @@ def test_the_sizes_of_channels_change_nothing_but_units():
     columns, grid = 90, Grid(bits=8, block=None)
     x_TI = inputs(columns, 500)
     sizes_I = np.mean(x_TI**2, axis=0) ** 0.4  # larger ones grow most, so that their order stays
-    plain, scaled = factorise(evidence_of(x_TI), grid), factorise(evidence_of(x_TI * sizes_I), grid)
+    plain, scaled = factorise(statistics_of(x_TI), grid), factorise(statistics_of(x_TI * sizes_I), grid)
     assert (plain.order_I == scaled.order_I).all()
     ordered_I = sizes_I[plain.order_I]
     wanted_II = plain.factor_II * ordered_I[:, None] ** -1.0 * ordered_I
@@ -151,7 +153,7 @@ def test_a_dead_channel_keeps_its_nearest_codes_and_moves_no_other():
     x_TI = inputs(columns, 800)
     x_TI[:, 40] = 0
     weight_OI = weights(16, columns)
-    prepared = factorise(evidence_of(x_TI), grid)
+    prepared = factorise(statistics_of(x_TI), grid)
     made = with_feedback(weight_OI, grid, prepared)
     lost_O = np.abs(decode_all(made, columns)[:, 40] - weight_OI[:, 40])
     scale_O = np.abs(made.scales[:, 1])

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from quantkit.plan.formats import Grid
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import Encoded, decode_all
-from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding import QUANTIZERS, gptq
+from quantkit.quantization.rounding import gptq
 from quantkit.quantization.rounding import gptq_joint as both_sides
-from quantkit.quantization.rounding.apply import fitting_for
+from quantkit.quantization.rounding.apply import prepared_fit
 from quantkit.quantization.rounding.gptq import factorise, with_feedback
-from quantkit.quantization.rounding.gptq_joint import factorise_rows, with_both_feedbacks
+from quantkit.quantization.rounding.gptq_joint import factorise_outputs, with_both_feedbacks
 
 pytestmark = pytest.mark.once
 GRIDS = [
@@ -37,8 +37,8 @@ def moment(x_TI):
     return (x_TI.T @ x_TI / len(x_TI)).astype(np.float32)
 
 
-def evidence_of(rows, columns, tokens=900):
-    return Evidence(
+def statistics_of(rows, columns, tokens=900):
+    return InputStatistics(
         num_rows=tokens,
         second_moment_II=moment(correlated(columns, tokens, 0)),
         gradient_OO=moment(correlated(rows, tokens, 1)),
@@ -51,7 +51,7 @@ def weights(rows, columns):
 
 
 def fitted(weight_OI, grid, seen):
-    return with_both_feedbacks(weight_OI, grid, factorise(seen, grid), factorise_rows(seen, grid))
+    return with_both_feedbacks(weight_OI, grid, factorise(seen, grid), factorise_outputs(seen, grid))
 
 
 def damped(moment_II, tokens, rule=gptq):
@@ -86,7 +86,7 @@ def one_long_row(weight_OI, seen, grid, encoded):
 def test_the_codes_are_those_of_one_long_row(grid, shape, monkeypatch):
     """Row by row; a last block that is not full, and more columns than a panel has."""
     monkeypatch.setattr(both_sides, "GROUP", 1)
-    seen, weight_OI = evidence_of(*shape), weights(*shape)
+    seen, weight_OI = statistics_of(*shape), weights(*shape)
     made = fitted(weight_OI, grid, seen)
     wanted = one_long_row(weight_OI, seen, grid, made)
     assert (made.codes.reshape(shape[0], -1)[:, : shape[1]] == wanted).all()
@@ -95,7 +95,7 @@ def test_the_codes_are_those_of_one_long_row(grid, shape, monkeypatch):
 @ON_GRIDS
 def test_one_group_of_all_rows_is_gptq(grid, monkeypatch):
     monkeypatch.setattr(both_sides, "GROUP", 64)
-    seen, weight_OI = evidence_of(24, 72), weights(24, 72)
+    seen, weight_OI = statistics_of(24, 72), weights(24, 72)
     made, plain = fitted(weight_OI, grid, seen), with_feedback(weight_OI, grid, factorise(seen, grid))
     assert (made.codes == plain.codes).all()
     assert (made.scales == plain.scales).all()
@@ -105,8 +105,8 @@ def test_one_group_of_all_rows_is_gptq(grid, monkeypatch):
 def test_a_group_is_given_the_best_that_rows_before_it_leave(group, monkeypatch):
     """The least cost that its rows and all later ones can reach, found by solving for them."""
     monkeypatch.setattr(both_sides, "GROUP", group)
-    seen, weight_OI = evidence_of(20, 32), weights(20, 32).astype(np.float64)
-    rows, wanted = factorise_rows(seen, GRIDS[0]), []
+    seen, weight_OI = statistics_of(20, 32), weights(20, 32).astype(np.float64)
+    rows, wanted = factorise_outputs(seen, GRIDS[0]), []
 
     def noting(wanted_OI, grid, _):
         wanted.append(wanted_OI.astype(np.float64))
@@ -135,7 +135,7 @@ def cost(lost_OI, gradients_TO, inputs_TI):
 def test_it_gains_on_gptq_on_tokens_that_it_never_saw(grid):
     rows, columns = 96, 128
     inputs_TI, gradients_TO = correlated(columns, 5000, 0), correlated(rows, 5000, 1)
-    seen = Evidence(
+    seen = InputStatistics(
         num_rows=3000,
         second_moment_II=moment(inputs_TI[:3000]),
         gradient_OO=moment(gradients_TO[:3000]),
@@ -154,7 +154,7 @@ def test_few_gradients_do_not_mislead_it():
     rows, columns, grid = 128, 64, Grid(bits=4, block=32)
     inputs_TI = correlated(columns, 2000, 0)
     gradients_TO = np.random.default_rng(3).normal(size=(3000, rows))  # rows that have nothing in common
-    seen = Evidence(
+    seen = InputStatistics(
         num_rows=2000,
         second_moment_II=moment(inputs_TI),
         gradient_OO=moment(gradients_TO[:40]),
@@ -170,20 +170,24 @@ def test_few_gradients_do_not_mislead_it():
 
 @pytest.mark.parametrize("spoiled", [None, 0, np.inf])
 def test_gradients_that_say_nothing_leave_rows_to_themselves(spoiled):
-    seen = evidence_of(8, 32)
+    seen = statistics_of(8, 32)
     bad_OO = None if spoiled is None else np.full((8, 8), spoiled, np.float32)
-    fitting = fitting_for(QUANTIZERS["gptq"], GRIDS[0], seen)
-    assert fitting.joined(seen) is not None
-    other = Evidence(num_rows=9, second_moment_II=seen.second_moment_II, gradient_OO=bad_OO, num_gradients=9)
-    assert fitting.joined(other) is None
+    fitting = prepared_fit("gptq", GRIDS[0], seen)
+    assert fitting.jointly(seen) is not None
+    other = InputStatistics(
+        num_rows=9, second_moment_II=seen.second_moment_II, gradient_OO=bad_OO, num_gradients=9
+    )
+    assert fitting.jointly(other) is None
 
 
 def test_an_output_that_nothing_reads_moves_no_other():
     rows, columns, grid = 24, 40, GRIDS[0]
-    seen, weight_OI = evidence_of(rows, columns), weights(rows, columns)
+    seen, weight_OI = statistics_of(rows, columns), weights(rows, columns)
     dead = seen.gradient_OO.copy()
     dead[5], dead[:, 5] = 0, 0
-    seen = Evidence(num_rows=900, second_moment_II=seen.second_moment_II, gradient_OO=dead, num_gradients=900)
+    seen = InputStatistics(
+        num_rows=900, second_moment_II=seen.second_moment_II, gradient_OO=dead, num_gradients=900
+    )
     made, others = fitted(weight_OI, grid, seen), np.arange(rows) != 5
     changed_OI = weight_OI.copy()
     changed_OI[5] *= -3

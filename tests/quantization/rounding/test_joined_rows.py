@@ -11,12 +11,13 @@ from layers import one_layer
 from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import Rows
 from quantkit.plan.formats import Format, Grid, in_blocks
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import from_bytes
-from quantkit.quantization.layout import Contents, Evidence, Pack
+from quantkit.quantization.layout import Contents, Pack
 from quantkit.quantization.rounding import gptq_joint as both_sides
 from quantkit.quantization.rounding.apply import quantized_parts, runs_of
 from quantkit.quantization.rounding.gptq import factorise, with_feedback
-from quantkit.quantization.rounding.gptq_joint import factorise_rows, with_both_feedbacks
+from quantkit.quantization.rounding.gptq_joint import factorise_outputs, with_both_feedbacks
 
 pytestmark = pytest.mark.once
 OUTPUTS, INPUTS = 50, 72
@@ -57,7 +58,7 @@ def layer_of(name, rows, stored_as):
 
 
 def seen_of(layer):
-    inputs = Evidence(num_rows=900, second_moment_II=moment_of(INPUTS, 0))
+    inputs = InputStatistics(num_rows=900, second_moment_II=moment_of(INPUTS, 0))
     if layer.name == "rest":
         return inputs
     return replace(inputs, gradient_OO=moment_of(layer.out_features, len(layer.name)), num_gradients=900)
@@ -66,7 +67,7 @@ def seen_of(layer):
 def wanted_of(layer, weight_OI, grid):
     """The fit of the projection's own rows, and that of one side."""
     own_OI = np.concatenate([weight_OI[start : start + count] for start, count in runs_of(layer, 99)])
-    columns, rows = factorise(seen_of(layer), grid), factorise_rows(seen_of(layer), grid)
+    columns, rows = factorise(seen_of(layer), grid), factorise_outputs(seen_of(layer), grid)
     one_sided = with_feedback(own_OI, grid, columns)
     return one_sided if rows is None else with_both_feedbacks(own_OI, grid, columns, rows), one_sided
 
@@ -87,9 +88,7 @@ def test_each_projection_is_fitted_as_a_whole(pack_format, stored_as, monkeypatc
     for rows, threads in ((OUTPUTS, 1), (1, 2), (7, 4)):
         monkeypatch.setattr("quantkit.quantization.rounding.apply.CHUNK_VALUES", rows * INPUTS)
         parts = {}
-        for name, part in quantized_parts(
-            contents, source, transposed=TRANSPOSED, evidence=seen_of, fit="gptq", threads=threads
-        ):
+        for name, part in quantized_parts(contents, source, statistics=seen_of, fit="gptq", threads=threads):
             parts.setdefault(name, []).append(part)
         made.append({name: np.concatenate(each) for name, each in parts.items()})
     assert all((other[name] == made[0][name]).all() for other in made[1:] for name in made[0])

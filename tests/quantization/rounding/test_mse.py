@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.plan.formats import Grid
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import decode_all, to_bytes
-from quantkit.quantization.layout import Evidence
 from quantkit.quantization.rounding.mse import least_weight_error, search
 from quantkit.quantization.rounding.output_error import FLOOR, input_power
 from quantkit.quantization.rounding.rtn import round_to_nearest
@@ -160,5 +160,5 @@ def test_the_runtime_multiplies_with_negative_scales(block, rows):
 def test_the_power_of_inputs_is_the_diagonal_with_a_floor():
     moment_II = np.diag([4.0, 2.0, 0.0, 6.0]).astype(np.float32) + 0.5
     np.fill_diagonal(moment_II, [4.0, 2.0, 0.0, 6.0])
-    power_I = input_power(Evidence(num_rows=9, second_moment_II=moment_II), Grid())
+    power_I = input_power(InputStatistics(num_rows=9, second_moment_II=moment_II), Grid())
     assert power_I == pytest.approx([4 / 3, 2 / 3, FLOOR * 4 / 3, 2])

@@ -113,7 +113,7 @@ def test_weight_peaks_are_over_all_readers_however_they_are_stored(gpt2, llama):
 def test_a_gate_is_not_scaled(llama):
     block = "model.layers.0"
     statistics = {f"{block}.mlp.down_proj": np.arange(1.0, 49.0)}
-    _, tensors = smooth(llama.map, llama.tensors, statistics=statistics, spaces=[f"{block}.ffn_hidden"])
+    _, tensors = smooth(llama.map, llama.tensors, statistics=statistics, alpha={f"{block}.ffn_hidden": 0.5})
     for name, is_changed in (("gate", False), ("up", True), ("down", True)):
         full = f"{block}.mlp.{name}_proj.weight"
         assert np.array_equal(tensors.read(full), llama.tensors.read(full)) != is_changed
@@ -151,9 +151,9 @@ def test_what_was_not_seen_or_is_not_known_is_said(gpt2):
         smooth(gpt2.map, gpt2.tensors, statistics={})
     statistics = {layer.matrix: np.ones(layer.in_features) for layer in gpt2.map.layers}
     with pytest.raises(InputError, match="GELU"):
-        smooth(gpt2.map, gpt2.tensors, statistics=statistics, spaces=["transformer.h.0.ffn_hidden"])
+        smooth(gpt2.map, gpt2.tensors, statistics=statistics, alpha={"transformer.h.0.ffn_hidden": 0.5})
     with pytest.raises(InputError, match="no space 'nothing'"):
-        smooth(gpt2.map, gpt2.tensors, statistics=statistics, spaces=["nothing"])
+        smooth(gpt2.map, gpt2.tensors, statistics=statistics, alpha={"nothing": 0.5})
 
 
 @pytest.mark.parametrize("rule", ["smoothquant", "awq"])
@@ -176,17 +176,19 @@ def test_the_search_tries_every_strength(llama, rule, name):
     group = space.num_heads // space.num_kv_heads if space.kind == "value_heads" else 1
     pool = (lambda v: v.reshape(2, group, 8).max(axis=1).reshape(-1)) if group > 1 else plain
     spread = (lambda v: np.repeat(v.reshape(2, 8), group, axis=0).reshape(-1)) if group > 1 else plain
-    for alpha, error in [(None, choice.plain_error), *choice.errors]:
+    errors = {}
+    for alpha in (None, 0.0, 0.4, 0.8):
         scales = np.ones(len(statistic))
         if alpha is not None:
             raw = pool(statistic) ** alpha
             raw = raw / pool(peaks) ** (1 - alpha) if rule == "smoothquant" else raw
             scales = spread(raw / np.exp(np.log(raw).mean()))
         made = int8_tensor(x_TI / scales) @ int8_rows(weight_OI * scales).T
-        # A value on the border of two codes may round either way in float32.
-        assert error == pytest.approx(((made - x_TI @ weight_OI.T) ** 2).sum(), rel=1e-3)
-    tried = {None: choice.plain_error, **dict(choice.errors)}
-    assert choice.error == min(tried.values()) == tried[choice.alpha]
+        errors[alpha] = ((made - x_TI @ weight_OI.T) ** 2).sum()
+    # A value on the border of two codes may round either way in float32.
+    assert choice.plain_error == pytest.approx(errors[None], rel=1e-3)
+    assert choice.error == pytest.approx(errors[choice.alpha], rel=1e-3)
+    assert choice.alpha == min(errors, key=errors.get)
     assert choice.error < 0.5 * choice.plain_error, "channels this uneven are rescued"
     assert choice.space == name
 

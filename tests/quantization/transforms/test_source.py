@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.quantization.transforms.basis import Centring, Diagonal, HeadRotation, Heads, Permutation
+from quantkit.quantization.transforms.basis import (
+    Centring,
+    Diagonal,
+    HeadRotation,
+    Permutation,
+    head_permutation,
+)
 from quantkit.quantization.transforms.hadamard import random_hadamard
 from quantkit.quantization.transforms.source import AddProduct, Along, Fill, TransformedTensors
 
@@ -59,7 +65,7 @@ def matrix_of(kind, width, seed):
     if kind == "heads":
         order = random.permutation(3)
         turned = np.kron(np.eye(3)[:, order], np.eye(width // 3))
-        return Heads(order_H=order, head_dim=width // 3), turned, turned
+        return head_permutation(order, width // 3), turned, turned
     if kind == "centring":
         return Centring(width=width), np.eye(width) - 1 / width, None
     if kind == "head_rotation":

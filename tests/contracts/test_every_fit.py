@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from quantkit.plan.formats import SCHEMES, Grid
+from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import decode, decode_all, encode
-from quantkit.quantization.layout import Evidence
-from quantkit.quantization.rounding import QUANTIZERS
+from quantkit.quantization.rounding import FITS
 from quantkit.recipe import Recipe
 
 pytestmark = pytest.mark.once
 GRIDS = {part.grid for scheme in SCHEMES.values() for part in (scheme.body, scheme.head)}
 GRIDS |= {Grid(bits=4, block=16, is_symmetric=sign) for sign in (True, False)}
 GRIDS |= {Grid(bits=8, block=32, is_symmetric=False), Grid(bits=4, block=None)}
-FITS = pytest.mark.parametrize("name", QUANTIZERS)
+EVERY = pytest.mark.parametrize("name", FITS)
 ON_EVERY_GRID = pytest.mark.parametrize(
     "grid",
     sorted(GRIDS, key=str),
@@ -58,16 +58,16 @@ def moment(columns):
 
 
 def seen(moment_II, num_rows=800):
-    return Evidence(num_rows=num_rows, second_moment_II=np.asarray(moment_II, np.float32))
+    return InputStatistics(num_rows=num_rows, second_moment_II=np.asarray(moment_II, np.float32))
 
 
-def prepared(name, columns, grid, evidence=None):
-    prepare = QUANTIZERS[name].prepare
-    return prepare(evidence or seen(moment(columns)), grid) if prepare else None
+def prepared(name, columns, grid, statistics=None):
+    prepare = FITS[name].prepare
+    return prepare(statistics or seen(moment(columns)), grid) if prepare else None
 
 
-def fitted(name, weight_OI, grid, evidence=None):
-    return QUANTIZERS[name].fit(weight_OI, grid, prepared(name, weight_OI.shape[1], grid, evidence))
+def fitted(name, weight_OI, grid, statistics=None):
+    return FITS[name].encode(weight_OI, grid, prepared(name, weight_OI.shape[1], grid, statistics))
 
 
 def loss(weight_OI, made_OI, measure_II):
@@ -115,7 +115,7 @@ def check(encoded, weight_OI, grid):
     assert np.isfinite(decode_all(encoded, weight_OI.shape[1])).all()
 
 
-@FITS
+@EVERY
 @ON_EVERY_GRID
 @pytest.mark.filterwarnings("error")
 def test_codes_and_scales_are_of_the_grid_whatever_the_weights(name, grid):
@@ -157,7 +157,7 @@ def tiny(x_TI):
     x_TI *= 1e-15
 
 
-@FITS
+@EVERY
 @ON_EVERY_GRID
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def impossible(moment_II):
     np.fill_diagonal(moment_II, 1)
 
 
-@FITS
+@EVERY
 @ON_EVERY_GRID
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_moments_that_are_none_leave_a_plain_fit(name, grid, change):
         assert lost <= np.linalg.norm(plainly_rounded(weight_OI, grid) - weight_OI) * 1.001
 
 
-@FITS
+@EVERY
 @ON_EVERY_GRID
 def test_no_worse_than_the_largest_magnitude_rule_in_its_own_measure(name, grid):
     for seed in range(3):
@@ -237,7 +237,7 @@ def test_no_worse_than_the_largest_magnitude_rule_in_its_own_measure(name, grid)
         assert loss(weight_OI, made_OI, measure_II) <= naive * 1.001
 
 
-@FITS
+@EVERY
 @ON_EVERY_GRID
 def test_weights_that_lie_on_the_grid_are_kept(name, grid):
     random = np.random.default_rng(3)
@@ -253,21 +253,21 @@ def test_weights_that_lie_on_the_grid_are_kept(name, grid):
     assert (decode_all(fitted(name, weight_OI, grid), 256) == weight_OI).all()
 
 
-@FITS
+@EVERY
 @ON_EVERY_GRID
 @pytest.mark.parametrize("columns", [200, 64])
 def test_rows_are_fitted_alone_so_that_any_cut_gives_the_same(name, grid, columns):
     weight_OI, shared = weights(83, columns), prepared(name, columns, grid)
-    whole = QUANTIZERS[name].fit(weight_OI, grid, shared)
+    whole = FITS[name].encode(weight_OI, grid, shared)
     for start, stop in ((0, 1), (1, 6), (17, 81), (82, 83)):
-        part = QUANTIZERS[name].fit(weight_OI[start:stop], grid, shared)
+        part = FITS[name].encode(weight_OI[start:stop], grid, shared)
         assert (part.scales == whole.scales[start:stop]).all()
         assert (part.codes == whole.codes[start:stop]).all()
         if whole.zeros is not None:
             assert (part.zeros == whole.zeros[start:stop]).all()
 
 
-@pytest.mark.parametrize("name", sorted(set(QUANTIZERS) - {"gptq"}))
+@pytest.mark.parametrize("name", sorted(set(FITS) - {"gptq"}))
 @ON_EVERY_GRID
 def test_codes_are_the_nearest_of_their_scales(name, grid):
     weight_OI = weights()
@@ -275,7 +275,7 @@ def test_codes_are_the_nearest_of_their_scales(name, grid):
     assert (encode(weight_OI, made.scales, grid, made.zeros) == made.codes).all()
 
 
-@FITS
+@EVERY
 @pytest.mark.parametrize("bits", [4, 8])
 def test_smaller_blocks_are_more_accurate(name, bits):
     weight_OI, measure_II = weights(64, 256), MEASURES[name](moment(256))
@@ -288,4 +288,4 @@ def test_smaller_blocks_are_more_accurate(name, bits):
 
 def test_a_recipe_can_name_every_fit_and_no_other():
     schema = Recipe.model_json_schema()["properties"]["fit"]
-    assert set(schema["enum"]) - {"auto"} == set(QUANTIZERS)
+    assert set(schema["enum"]) - {"auto"} == set(FITS)

@@ -1,0 +1,189 @@
+"""Running statistics of one input: sums over the rows so far, and the statistics that they come to.
+
+Products and sums are taken in float32 over at most a thousand rows and added up in float64, so that a million
+tokens lose nothing. Products are taken of centred rows (the mean of the first rows is subtracted), since
+float32 would lose a channel's small changes beside its large mean; the mean is put back in float64 later.
+A second moment is symmetric, so only the panels on and right of its diagonal are computed and kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantkit.quantization.calibration.histogram import DROPPED_BITS, HALF, NUM_BINS, ranges_of, read_bins
+from quantkit.quantization.calibration.statistics import FIELDS, Floats
+
+# Letters: T rows (tokens), I channels of the input, S rows of the sample.
+CHUNK_ROWS = 1024
+PANEL = 512
+SAMPLE_ROWS = 512
+Finished = tuple[dict[str, Floats], dict[str, Any]]  # (arrays, plain values) by field of `InputStatistics`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The rows with the smallest random numbers: every row is kept with equal probability."""
+
+    rows_SI: Tensor
+    draws_S: NDArray[np.float64]
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """Sums over the rows of one input so far."""
+
+    width: int
+    names: frozenset[str]  # of the statistics
+    random: np.random.Generator
+    num_rows: int = 0
+    panels: list[Tensor] = field(default_factory=list)  # float64, rows of the upper triangle
+    centre_I: Tensor | None = None  # subtracted from the rows of the second moment
+    centred_sum_I: Tensor | None = None
+    peak_I: Tensor | None = None
+    sum_I: Tensor | None = None
+    magnitude_sum_I: Tensor | None = None
+    low: float = float("inf")
+    high: float = float("-inf")
+    counts: Tensor | None = None
+    sample: Sample | None = None
+
+
+def start(width: int, names: frozenset[str], seed: int) -> Running:
+    """Statistics of no rows; the same seed samples the same rows of every stream."""
+    return Running(width=width, names=names, random=np.random.default_rng(seed))
+
+
+def expected_bytes(width: int, names: frozenset[str]) -> int:
+    """Memory of the running statistics, temporary copies included."""
+    second = width * (width + PANEL) * 4 + width * width * 4 if "second_moment" in names else 0
+    sample = 3 * SAMPLE_ROWS * width * 4 if "sample" in names else 0
+    return second + sample + (NUM_BINS * 8 if "histogram" in names else 0) + 5 * width * 8
+
+
+def stored_bytes(width: int, names: frozenset[str]) -> int:
+    """Disk space of the large arrays among the finished statistics."""
+    second = width * width if "second_moment" in names else 0
+    return 4 * (second + (width * SAMPLE_ROWS if "sample" in names else 0))
+
+
+def num_nonfinite(x: Tensor) -> int:
+    if not x.numel():
+        return 0
+    low, high = torch.aminmax(x)  # either one is NaN where any value is
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return 0
+    return int((~torch.isfinite(x)).sum())
+
+
+def add(running: Running, x: Tensor) -> None:
+    """Add rows in the order of the text; all values must be finite."""
+    x_TI = x.detach().reshape(-1, running.width)
+    for begin in range(0, len(x_TI), CHUNK_ROWS):
+        _add_chunk(running, x_TI[begin : begin + CHUNK_ROWS].float().contiguous())
+
+
+def _add_chunk(running: Running, x_TI: Tensor) -> None:
+    names = running.names
+    if names & {"range", "histogram"}:
+        low, high = (float(end) for end in torch.aminmax(x_TI))
+        running.low, running.high = min(running.low, low), max(running.high, high)
+    if "second_moment" in names:
+        _add_products(running, x_TI)
+    if names & {"peak", "mean_magnitude"}:
+        magnitude_TI = x_TI.abs()
+        peak_I = magnitude_TI.amax(0)
+        running.peak_I = peak_I if running.peak_I is None else torch.maximum(running.peak_I, peak_I)
+        running.magnitude_sum_I = _plus(running.magnitude_sum_I, magnitude_TI)
+    if "mean" in names:
+        running.sum_I = _plus(running.sum_I, x_TI)
+    if "histogram" in names:
+        # Shifting a signed number keeps its sign, so negative values take the lower half of the codes.
+        codes = (x_TI.view(torch.int32) >> DROPPED_BITS).add_(HALF)
+        counts = torch.bincount(codes.flatten(), minlength=NUM_BINS)
+        running.counts = counts if running.counts is None else running.counts.add_(counts)
+    if "sample" in names:
+        _draw(running, x_TI)
+    running.num_rows += len(x_TI)
+
+
+def _plus(sum_I: Tensor | None, x_TI: Tensor) -> Tensor:
+    added = x_TI.sum(0).double()
+    return added if sum_I is None else sum_I.add_(added)
+
+
+def _add_products(running: Running, x_TI: Tensor) -> None:
+    if running.centre_I is None:
+        running.centre_I = x_TI.mean(0)
+    x_TI = x_TI - running.centre_I
+    running.centred_sum_I = _plus(running.centred_sum_I, x_TI)
+    for number, begin in enumerate(range(0, running.width, PANEL)):
+        product = x_TI[:, begin : begin + PANEL].T @ x_TI[:, begin:]
+        if number == len(running.panels):
+            running.panels.append(product.double())
+        else:
+            running.panels[number].add_(product)
+
+
+def _draw(running: Running, x_TI: Tensor) -> None:
+    """Keep the rows with the smallest draws of all so far."""
+    draws = running.random.random(len(x_TI))
+    old = running.sample
+    limit = old.draws_S.max() if old is not None and len(old.draws_S) == SAMPLE_ROWS else 1.0
+    candidates = np.flatnonzero(draws < limit)
+    if not len(candidates):
+        return
+    rows_SI, draws_S = x_TI[torch.from_numpy(candidates)], draws[candidates]
+    if old is not None:
+        rows_SI = torch.cat([old.rows_SI, rows_SI])
+        draws_S = np.concatenate([old.draws_S, draws_S])
+    kept = np.sort(np.argsort(draws_S, kind="stable")[:SAMPLE_ROWS])
+    running.sample = Sample(rows_SI=rows_SI[torch.from_numpy(kept)], draws_S=draws_S[kept])
+
+
+def finish(running: Running) -> Finished:
+    """The finished statistics; the panels of the second moment are released on the way."""
+    count = running.num_rows
+    values: dict[str, Any] = {"num_rows": count}
+    if not count:
+        return {}, values
+    if "range" in running.names:
+        values |= {"low": running.low, "high": running.high}
+    if running.counts is not None:
+        values["quantiles"] = ranges_of(read_bins(running.counts.numpy(), running.low, running.high))
+    tensors = {
+        "peak": running.peak_I,
+        "mean": None if running.sum_I is None else running.sum_I / count,
+        "mean_magnitude": None if running.magnitude_sum_I is None else running.magnitude_sum_I / count,
+        "sample": None if running.sample is None else running.sample.rows_SI,
+    }
+    arrays: dict[str, Floats] = {
+        FIELDS[name]: tensor.float().numpy()
+        for name, tensor in tensors.items()
+        if name in running.names and tensor is not None
+    }
+    if "second_moment" in running.names:
+        arrays[FIELDS["second_moment"]] = _second_moment(running)
+    return arrays, values
+
+
+def _second_moment(running: Running) -> Floats:
+    assert running.centre_I is not None
+    assert running.centred_sum_I is not None
+    moment_II = np.empty((running.width, running.width), np.float32)
+    centre_I, rest_I = running.centre_I.double(), running.centred_sum_I / running.num_rows
+    panels, running.panels = running.panels[::-1], []
+    for begin in range(0, running.width, PANEL):
+        panel = panels.pop().div_(running.num_rows)
+        rows, columns = slice(begin, begin + len(panel)), slice(begin, None)
+        panel.addr_(centre_I[rows], rest_I[columns]).addr_((rest_I + centre_I)[rows], centre_I[columns])
+        moment_II[rows, columns] = panel.numpy()
+        square = np.triu(moment_II[rows, rows])  # the other half differs by rounding
+        moment_II[rows, rows] = square + np.triu(square, 1).T
+        moment_II[rows.stop :, rows] = moment_II[rows, rows.stop :].T
+    return moment_II

@@ -1,0 +1,82 @@
+"""The oracle of exported graphs: a quantized checkpoint in torch, with decoded weights and rounded inputs.
+
+Every weight is the value of its integer, and the input of each pack is rounded as the runtime rounds it, so
+that the exported graph and this model differ by float summation alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from quantkit.model.linears import weight_OI
+from quantkit.model.model_map import Role, Rows
+from quantkit.model.names import modules_by_name
+from quantkit.plan.formats import Format, Grid
+from quantkit.quantization.layout import Checkpoint, rows_of
+from quantkit.quantization.simulate import input_hook, rounding_of
+
+
+def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
+    """Put the checkpoint's values into a torch model of the same architecture, in place."""
+    described = checkpoint.description
+    modules = modules_by_name(module)
+    tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
+    rounded: set[nn.Module] = set()
+    for pack in described["packs"]:
+        values = None if pack["table"] else torch.from_numpy(pack_values(checkpoint, pack))
+        row = 0
+        for layer in pack["layers"]:
+            linear = modules[layer["matrix"]]
+            count = layer["out_features"]
+            if values is not None:
+                with torch.no_grad():
+                    target = weight_OI(linear, layer["stored_as"])
+                    target[rows_of(Rows(**layer["rows"]))] = values[row : row + count].to(target.dtype)
+            row += count
+            if pack["grid"] and rounds_inputs and linear not in rounded:
+                rounded.add(linear)
+                linear.register_forward_pre_hook(input_hook(_rounding_of_pack(checkpoint, pack)))
+    for table in described["tables"]:
+        if table["grid"] and table["name"] not in tied:
+            embedding = modules[table["name"]]
+            with torch.no_grad():
+                columns = embedding.weight.shape[1]
+                values_VI = checkpoint.weight_OI(table["name"], Grid(**table["grid"]), columns)
+                embedding.weight.copy_(torch.from_numpy(values_VI))
+    return module
+
+
+def _num_groups(pack: dict) -> int:
+    """Blocks of a block-diagonal weight, which are stored one above the other."""
+    return int(pack["layers"][0].get("num_groups", 1))
+
+
+def pack_values(checkpoint: Checkpoint, pack: dict) -> np.ndarray:
+    """The weights of a pack as [out, in], whatever grid and layout they are stored in."""
+    name, groups = pack["name"], _num_groups(pack)
+    columns = pack["layers"][0]["in_features"] // groups
+    if pack["grid"] is None:
+        stored_OI = np.ascontiguousarray(checkpoint.read(f"{name}.weight_IO").T)
+    else:
+        stored_OI = checkpoint.weight_OI(name, Grid(**pack["grid"]), columns)
+    if groups == 1:
+        return stored_OI
+    weight_GZGZ = np.zeros((groups, columns, groups, columns), np.float32)
+    weight_GZGZ[np.arange(groups), :, np.arange(groups)] = stored_OI.reshape(groups, columns, columns)
+    return weight_GZGZ.reshape(groups * columns, groups * columns)
+
+
+def _rounding_of_pack(checkpoint: Checkpoint, pack: dict):
+    chosen, name, fixed = (
+        Format(grid=Grid(**pack["grid"]), activations=pack["activations"]),
+        pack["name"],
+        None,
+    )
+    if chosen.is_static:
+        fixed = float(checkpoint.read(f"{name}.input_scale")), int(checkpoint.read(f"{name}.input_zero"))
+    rounding, groups = rounding_of(chosen, Role(pack["layers"][0]["role"]), fixed), _num_groups(pack)
+    if groups == 1:
+        return rounding
+    return lambda x: rounding(x.reshape(*x.shape[:-1], groups, -1)).reshape(x.shape)
