@@ -34,10 +34,10 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.write import write_float_model
 from quantkit.private.audit import audit
 from quantkit.private.client.connection import connect
-from quantkit.private.client.model import generate_split, local, open_client
-from quantkit.private.host.model import open_host, whole_text
+from quantkit.private.client.model import generate_split, in_process, open_client
+from quantkit.private.host.model import open_host
+from quantkit.private.keys import read_token
 from quantkit.private.protect import PERMUTED, protect
-from quantkit.private.secret_files import read_token
 from quantkit.recipe import Measure, Recipe, check_recipe
 from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.generate import generate
@@ -107,7 +107,7 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
             split = partial(generate_split, client, max_new_tokens=NEW_TOKENS, prompts=[prompt])
             subjects: dict[str, Callable[[], Iterator[Any]]] = {
                 "one piece": lambda: generate(decoder, [prompt], max_new_tokens=NEW_TOKENS),
-                "two sides, one process": lambda: split(opener=local(host)),
+                "two sides, one process": lambda: split(opener=in_process(host)),
                 "two processes, float32": lambda: split(opener=partial(remote, "float32")),
                 "two processes, float16": lambda: split(opener=partial(remote, "float16")),
             }
@@ -127,7 +127,7 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
                 "decode_spread_ms": [min(later), max(later)],
             }
         float32 = sessions[0]
-        width = client.half.width
+        width = client.manifest.width
         return {
             "model": recipe.model,
             "scheme": recipe.scheme,
