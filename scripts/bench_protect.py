@@ -27,23 +27,29 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluation.accuracy import measure_accuracy
-from quantkit.evaluation.measure import encoded_text
-from quantkit.model.model_map import to_json
-from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.write import write_float_model
-from quantkit.private.audit import audit
-from quantkit.private.client.connection import connect
-from quantkit.private.client.model import generate_split, in_process, open_client
-from quantkit.private.host.model import open_host
-from quantkit.private.keys import read_token
-from quantkit.private.protect import PERMUTED, protect
-from quantkit.recipe import Measure, Recipe, check_recipe
-from quantkit.runtime.decoder import open_decoder
-from quantkit.runtime.generate import generate
-from quantkit.runtime.machine.facts import read_cpu
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
 
-OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "private-inference.md"
+from protecting import whole_text  # noqa: E402
+
+from quantkit.evaluation.accuracy import measure_accuracy  # noqa: E402
+from quantkit.evaluation.measure import encoded_text  # noqa: E402
+from quantkit.model.model_map import to_json  # noqa: E402
+from quantkit.pipeline.quantize import quantize  # noqa: E402
+from quantkit.pipeline.write import write_float_model  # noqa: E402
+from quantkit.private.audit import audit  # noqa: E402
+from quantkit.private.client.connection import connect  # noqa: E402
+from quantkit.private.client.model import generate_split, in_process, open_client  # noqa: E402
+from quantkit.private.host.model import open_host  # noqa: E402
+from quantkit.private.keys import read_token  # noqa: E402
+from quantkit.private.protect import PERMUTED, protect  # noqa: E402
+from quantkit.private.protocol import features_message  # noqa: E402
+from quantkit.recipe import Measure, Recipe, check_recipe  # noqa: E402
+from quantkit.runtime.decoder import open_decoder  # noqa: E402
+from quantkit.runtime.generate import generate  # noqa: E402
+from quantkit.runtime.machine.facts import read_cpu  # noqa: E402
+
+OUTPUT = ROOT / "docs" / "benchmarks" / "private-inference.md"
 TIMED = ({"model": "demo"}, {"model": "gpt2", "random_weights": True})
 SCHEMES = ("int8_block32", "int8_block64", "int8_block128", "int8_token", "int8_channel")
 PROMPT, NEW_TOKENS = 128, 33  # the first comes with the prompt
@@ -132,7 +138,7 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
             "model": recipe.model,
             "scheme": recipe.scheme,
             "width": width,
-            "bytes_a_step_each_way": 32 + 4 * width,
+            "bytes_a_step_each_way": len(features_message(np.zeros((1, width)), np.float32)),
             "sent_bytes": float32.bytes_sent,
             "received_bytes": float32.bytes_received,
             "rows": rows,
@@ -209,7 +215,7 @@ def page(document: dict[str, Any]) -> str:
             "",
             f"**{timed['model']}**, `{timed['scheme']}`, {timed['width']} features: "
             f"{timed['bytes_a_step_each_way']:,} bytes a decoded token each way "
-            f"(32 of them header); the whole text sent {sent:,} and received {received:,}.",
+            f"({timed['bytes_a_step_each_way'] - 4 * timed['width']} of them header); the whole text sent {sent:,} and received {received:,}.",
             "",
             "| | first token, ms | each later token, ms | added to a token, ms |",
             "|---|---:|---:|---:|",

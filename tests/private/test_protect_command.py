@@ -153,7 +153,6 @@ def test_what_protect_refuses(case, place, tmp_path):
         "output": tmp_path / "out",
         "min_dim": "1",
         "permute": "residual",
-        "force": False,
         "as_json": True,
         **changes,
     }

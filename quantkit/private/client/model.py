@@ -104,9 +104,7 @@ class ConnectedClient:
             )
         sessions = []
         for prompt in prompts:
-            session = self.opener(
-                pair=manifest.pair, width=manifest.width, capacity=len(prompt) + num_new
-            )
+            session = self.opener(pair=manifest.pair, width=manifest.width, capacity=len(prompt) + num_new)
             self.stack.callback(session.close)
             sessions.append(session)
         return ClientBatch(client=self.client, prompts=prompts, sessions=sessions)
