@@ -213,7 +213,8 @@ def page(document: dict[str, Any]) -> str:
             "",
             f"**{timed['model']}**, `{timed['scheme']}`, {timed['width']} features: "
             f"{step_bytes:,} bytes a decoded token each way "
-            f"({step_bytes - 4 * timed['width']} of them header); the whole text sent {sent:,} and received {received:,}.",
+            f"({step_bytes - 4 * timed['width']} of them header); "
+            f"the whole text sent {sent:,} and received {received:,}.",
             "",
             "| | first token, ms | each later token, ms | added to a token, ms |",
             "|---|---:|---:|---:|",
