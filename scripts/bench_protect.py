@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What splitting a model costs: bytes a token, time beside one piece, accuracy, and what an attack finds.
+"""Cost of splitting a model: bytes and time per token, accuracy, and the share that an attack recovers.
 
     .venv/bin/python scripts/bench_protect.py [--rounds N] [--tokens N]
 
@@ -27,23 +27,29 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluation.accuracy import measure_accuracy
-from quantkit.evaluation.measure import encoded_text
-from quantkit.model.model_map import to_json
-from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.write import write_float_model
-from quantkit.private.audit import audit
-from quantkit.private.client.connection import connect
-from quantkit.private.client.model import generate_split, local, open_client
-from quantkit.private.host.model import open_host, whole_text
-from quantkit.private.protect import PERMUTED, protect
-from quantkit.private.secret_files import read_token
-from quantkit.recipe import Measure, Recipe, check_recipe
-from quantkit.runtime.decoder import open_decoder
-from quantkit.runtime.generate import generate
-from quantkit.runtime.machine.facts import read_cpu
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
 
-OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "private-inference.md"
+from protecting import whole_text  # noqa: E402
+
+from quantkit.evaluation.accuracy import measure_accuracy  # noqa: E402
+from quantkit.evaluation.measure import encoded_text  # noqa: E402
+from quantkit.model.model_map import to_json  # noqa: E402
+from quantkit.pipeline.quantize import quantize  # noqa: E402
+from quantkit.pipeline.write import write_float_model  # noqa: E402
+from quantkit.private.audit import audit  # noqa: E402
+from quantkit.private.client.connection import connect  # noqa: E402
+from quantkit.private.client.model import generate_split, in_process, open_client  # noqa: E402
+from quantkit.private.host.model import open_host  # noqa: E402
+from quantkit.private.keys import read_token  # noqa: E402
+from quantkit.private.protect import PERMUTED, protect  # noqa: E402
+from quantkit.private.protocol import features_message  # noqa: E402
+from quantkit.recipe import Measure, Recipe, check_recipe  # noqa: E402
+from quantkit.runtime.decoder import open_decoder  # noqa: E402
+from quantkit.runtime.generate import generate  # noqa: E402
+from quantkit.runtime.machine.facts import read_cpu  # noqa: E402
+
+OUTPUT = ROOT / "docs" / "benchmarks" / "private-inference.md"
 TIMED = ({"model": "demo"}, {"model": "gpt2", "random_weights": True})
 SCHEMES = ("int8_block32", "int8_block64", "int8_block128", "int8_token", "int8_channel")
 PROMPT, NEW_TOKENS = 128, 33  # the first comes with the prompt
@@ -70,9 +76,9 @@ def serving(folder: Path) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = re.search(r"http://[\d.:]+\d", process.stdout.readline())
-        assert found, "the host did not start"
-        yield found[0]
+        address = re.search(r"http://[\d.:]+\d", process.stdout.readline())
+        assert address, "the host did not start"
+        yield address[0]
     finally:
         process.terminate()
         process.wait()
@@ -90,8 +96,8 @@ def time_tokens(steps: Iterator[Any]) -> tuple[float, float]:
 
 def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
     """Medians and spreads of the four subjects, round by round in turn; and what crossed the connection."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = make(recipe, Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make(recipe, Path(temporary))
         client, decoder = open_client(folder / "split" / "client"), open_decoder(folder / "whole")
         host = open_host(folder / "split" / "host")
         prompt = np.random.default_rng(0).integers(1, client.vocab_size, PROMPT).tolist()
@@ -107,7 +113,7 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
             split = partial(generate_split, client, max_new_tokens=NEW_TOKENS, prompts=[prompt])
             subjects: dict[str, Callable[[], Iterator[Any]]] = {
                 "one piece": lambda: generate(decoder, [prompt], max_new_tokens=NEW_TOKENS),
-                "two sides, one process": lambda: split(opener=local(host)),
+                "two sides, one process": lambda: split(opener=in_process(host)),
                 "two processes, float32": lambda: split(opener=partial(remote, "float32")),
                 "two processes, float16": lambda: split(opener=partial(remote, "float16")),
             }
@@ -119,7 +125,7 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
                         taken[name].append(times)
         rows = {}
         for name, times in taken.items():
-            first, later = ([each[place] for each in times] for place in (0, 1))
+            first, later = ([pair[index] for pair in times] for index in (0, 1))
             rows[name] = {
                 "prompt_ms": statistics.median(first),
                 "prompt_spread_ms": [min(first), max(first)],
@@ -127,12 +133,12 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
                 "decode_spread_ms": [min(later), max(later)],
             }
         float32 = sessions[0]
-        width = client.half.width
+        width = client.manifest.width
         return {
             "model": recipe.model,
             "scheme": recipe.scheme,
             "width": width,
-            "bytes_a_step_each_way": 32 + 4 * width,
+            "bytes_a_step_each_way": len(features_message(np.zeros((1, width)), np.float32)),
             "sent_bytes": float32.bytes_sent,
             "received_bytes": float32.bytes_received,
             "rows": rows,
@@ -141,14 +147,14 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
 
 def accuracies(tokens: int) -> list[dict[str, Any]]:
     """The embedded model in every INT8 scheme, in one piece and split, against the original in float."""
-    with tempfile.TemporaryDirectory() as made:
-        (Path(made) / "float").mkdir()
-        write_float_model("demo", Path(made) / "float")
-        reference = open_decoder(Path(made) / "float")
-        ids, text = encoded_text(Measure(max_tokens=tokens), Path(made) / "float")
+    with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "float").mkdir()
+        write_float_model("demo", Path(temporary) / "float")
+        reference = open_decoder(Path(temporary) / "float")
+        ids, text = encoded_text(Measure(max_tokens=tokens), Path(temporary) / "float")
         rows = []
         for scheme in SCHEMES:
-            folder = Path(made) / scheme
+            folder = Path(temporary) / scheme
             folder.mkdir()
             make(recipe_of(scheme, model="demo"), folder)
             whole, client = open_decoder(folder / "whole"), open_client(folder / "split" / "client")
@@ -156,8 +162,8 @@ def accuracies(tokens: int) -> list[dict[str, Any]]:
 
             def split(ids_BS: Any, client: Any = client, host: Any = host, wire: Any = np.float32) -> Any:
                 features = np.stack([client.embed(row, 0) for row in ids_BS]).astype(wire)
-                made_BTI = whole_text(host.decoder, features.astype(np.float32))[0].astype(wire)
-                return client.logits(made_BTI.astype(np.float32))
+                new_features_BTI = whole_text(host.decoder, features.astype(np.float32))[0].astype(wire)
+                return client.logits(new_features_BTI.astype(np.float32))
 
             subjects = {
                 "one piece": whole.logits,
@@ -165,7 +171,7 @@ def accuracies(tokens: int) -> list[dict[str, Any]]:
                 "split, float16 features": partial(split, wire=np.float16),
             }
             for name, logits in subjects.items():
-                found = measure_accuracy(
+                accuracy = measure_accuracy(
                     reference=reference.logits,
                     quantized=logits,
                     token_ids=ids,
@@ -173,21 +179,18 @@ def accuracies(tokens: int) -> list[dict[str, Any]]:
                     stride=256,
                     text=text,
                 )
-                rows.append({"scheme": scheme, "subject": name, **to_json(found)})
+                rows.append({"scheme": scheme, "subject": name, **to_json(accuracy)})
         return rows
 
 
 def audits() -> list[dict[str, Any]]:
     """What the public weights give away, of the embedded model in the default scheme."""
-    with tempfile.TemporaryDirectory() as made:
-        folder, recipe = (
-            make(recipe_of("int8_block64", model="demo"), Path(made)),
-            recipe_of("int8_block64", model="demo"),
-        )
-        found = audit(
-            recipe, host=folder / "split" / "host", key_file=folder / "a.key", permutes=tuple(PERMUTED)
-        )
-        return [to_json(each) for each in found]
+    with tempfile.TemporaryDirectory() as temporary:
+        recipe = recipe_of("int8_block64", model="demo")
+        folder = make(recipe, Path(temporary))
+        host, key_file = folder / "split" / "host", folder / "a.key"
+        results = audit(recipe, host=host, key_file=key_file, permutes=tuple(PERMUTED))
+        return [to_json(recovered) for recovered in results]
 
 
 def page(document: dict[str, Any]) -> str:
@@ -205,11 +208,13 @@ def page(document: dict[str, Any]) -> str:
     ]
     for timed in document["timings"]:
         sent, received = timed["sent_bytes"], timed["received_bytes"]
+        step_bytes = timed["bytes_a_step_each_way"]
         lines += [
             "",
             f"**{timed['model']}**, `{timed['scheme']}`, {timed['width']} features: "
-            f"{timed['bytes_a_step_each_way']:,} bytes a decoded token each way "
-            f"(32 of them header); the whole text sent {sent:,} and received {received:,}.",
+            f"{step_bytes:,} bytes a decoded token each way "
+            f"({step_bytes - 4 * timed['width']} of them header); "
+            f"the whole text sent {sent:,} and received {received:,}.",
             "",
             "| | first token, ms | each later token, ms | added to a token, ms |",
             "|---|---:|---:|---:|",
@@ -243,7 +248,7 @@ def page(document: dict[str, Any]) -> str:
         "## What the public weights give away",
         "",
         "`quantkit protect demo --audit`: share of positions whose original place was found; of tokens, "
-        "those told from the features of a prompt's first position.",
+        "those recovered from the features of a prompt's first position.",
         "",
         "| weights | permuted | order of | by known rows | by sorted values |",
         "|---|---|---|---:|---:|",

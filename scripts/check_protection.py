@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every decoder family, split: what stays equal, and what the public weights give away; one line for each.
+"""Every decoder family, split: equality with the unsplit model, and the share that an attack recovers.
 
     .venv/bin/python scripts/check_protection.py
 
@@ -45,8 +45,8 @@ def row_of(name: str, number: int, folder: Path) -> str:
     sizes = {**entry.tiny, **(entry.variants[number - 1] if number else {})}
     given = make_subject(entry.tiny_class, sizes, folder / "double")
     weights = in_secret_order(given.map, given.tensors, KEY, ALL, dtype=np.float64)
-    made = logits_of(torch_model(given.source, given.map, weights, torch.float64))
-    in_double = error(made, given.logits).relative
+    logits = logits_of(torch_model(given.source, given.map, weights, torch.float64))
+    in_double = error(logits, given.logits).relative
 
     build_tiny(entry.tiny_class, sizes).save_pretrained(folder / "model")
     equal = {}
@@ -54,16 +54,16 @@ def row_of(name: str, number: int, folder: Path) -> str:
         place = folder / "-".join(permutes)
         place.mkdir()
         pair = split(folder / "model", place, scheme=SCHEME, permutes=permutes)
-        wanted, cache = whole_run(orderless(pair.whole / "model.onnx"), IDS)
-        logits, split_cache = split_run(*(orderless(path) for path in pair.parts), IDS)
-        equal[permutes] = np.array_equal(logits, wanted), all(map(np.array_equal, split_cache, cache))
+        whole_logits, whole_cache = whole_run(orderless(pair.whole / "model.onnx"), IDS)
+        logits, cache = split_run(*(orderless(path) for path in pair.parts), IDS)
+        equal[permutes] = np.array_equal(logits, whole_logits), all(map(np.array_equal, cache, whole_cache))
     source = open_source(str(folder / "model"))
     model_map = inspect_source(source)
     public = open_weights(source, model_map, random_weights=False)
-    found = attack(model_map, public, pair.host / "model.onnx", pair.key, ALL, weights=SCHEME)
-    recovered = {each.space: f"{each.by_known_rows:.0%}" for each in found}
+    results = attack(model_map, public, pair.host / "model.onnx", pair.key, ALL, weights=SCHEME)
+    recovered = {result.space: f"{result.by_known_rows:.0%}" for result in results}
     columns = [recovered.get(space, "-") for space in ("residual", "ffn", "values", "tokens")]
-    same = ["bit for bit" if each else "**no**" for each in (*equal["residual",], equal[ALL][0])]
+    same = ["bit for bit" if is_equal else "**no**" for is_equal in (*equal["residual",], equal[ALL][0])]
     return (
         f"| {name}{f' ({number})' if number else ''} | {in_double:.0e} | "
         + " | ".join([*same, *columns])
@@ -76,8 +76,8 @@ def main() -> int:
     lines = []
     for name in DECODERS:
         for number in range(1 + len(FAMILIES[name].variants)):
-            with tempfile.TemporaryDirectory() as made:
-                lines.append(row_of(name, number, Path(made)))
+            with tempfile.TemporaryDirectory() as temporary:
+                lines.append(row_of(name, number, Path(temporary)))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "onnxruntime"))
     text = (
         "# Private inference: every decoder family\n\n"

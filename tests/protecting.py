@@ -16,11 +16,11 @@ from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
 from quantkit.pipeline.export import write_companions
 from quantkit.plan.select import choose
-from quantkit.private.host.model import whole_text
-from quantkit.private.keys import Key, fingerprint, open_key
-from quantkit.private.protect import protect
+from quantkit.private.host.model import FEATURES, NEW_FEATURES
+from quantkit.private.keys import Key, open_key
+from quantkit.private.protect import fingerprint, protect
 from quantkit.recipe import Recipe, override
-from quantkit.runtime.decoder import cached_values, decoder_of
+from quantkit.runtime.decoder import cached_values, decoder_of, positions_of
 
 ALL = ("residual", "ffn", "values")
 NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
@@ -117,6 +117,25 @@ def _in_double(node):
         x = op("Add", x, double(bias))
     op("Cast", x, output=node.output[0], to=TensorProto.FLOAT)
     return made
+
+
+def whole_text(decoder, features_BTI):
+    """(features of all positions, caches) of the host's blocks."""
+    batch, length, _ = features_BTI.shape
+    mask = np.ones((batch, length), np.int64)
+    if mask.size % 2 and length < decoder.context:  # for the reason that runtime/decoder.py gives
+        features_BTI, mask = np.pad(features_BTI, ((0, 0), (0, 1), (0, 0))), np.pad(mask, ((0, 0), (0, 1)))
+    feeds = {
+        FEATURES: np.ascontiguousarray(features_BTI, np.float32),
+        "attention_mask": mask,
+        "position_ids": positions_of(mask, mask.shape[1]),
+        "num_features": np.array([length]),
+    }
+    for past, _, heads, width in decoder.caches:
+        feeds[past] = np.zeros((batch, heads, 0, width), np.float32)
+    names = [NEW_FEATURES, *(present for _, present, _, _ in decoder.caches)]
+    features, *caches = decoder.session.run(names, feeds)
+    return features[:, :length], [cache[:, :, :length] for cache in caches]
 
 
 def whole_run(session, ids):

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import re
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from exporting import build_tiny
 from protecting import Pair, split
+from websockets.sync.server import ServerConnection
+from websockets.sync.server import serve as websocket_server
 
 from quantkit.model.families import FAMILIES
 from quantkit.private.client.connection import RemoteHost, connect
-from quantkit.private.client.model import Client, open_client
+from quantkit.private.client.model import Client
 from quantkit.private.host.model import Host, open_host
-from quantkit.private.host.server import HostServer, Limits
-from quantkit.private.protocol import HEADER, Header
+from quantkit.private.host.server import Limits, listen
+from quantkit.private.protocol import PATH, SILENT
 
 TOKEN = "a-token-of-some-length"
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 97}
+UPGRADE = {
+    "Host": "test",
+    "Upgrade": "websocket",
+    "Connection": "Upgrade",
+    "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    "Sec-WebSocket-Version": "13",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    host: Host
+    port: int
 
 
 def tiny_pair(folder: Path) -> Pair:
@@ -33,31 +48,30 @@ def tiny_pair(folder: Path) -> Pair:
 
 
 @contextlib.contextmanager
-def served(folder: Path, *, limits: Limits | None = None, **options) -> Iterator[HostServer]:
-    """A host in a thread of this process, on any free port."""
-    host = open_host(folder, threads=1, **options)
-    server = HostServer(("127.0.0.1", 0), host, TOKEN, limits or Limits())
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+def running(server) -> Iterator[int]:
+    """Serves in a thread of this process; its port."""
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield server
+        yield server.socket.getsockname()[1]
     finally:
         server.shutdown()
-        server.server_close()
         thread.join()
 
 
-def url_of(server) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
+@contextlib.contextmanager
+def served(folder: Path, *, limits: Limits | None = None, **options) -> Iterator[Served]:
+    host = open_host(folder, threads=1, **options)
+    with running(listen(("127.0.0.1", 0), host, TOKEN, limits or Limits())) as port:
+        yield Served(host=host, port=port)
 
 
-def join(server, client: Client, *, token=TOKEN, capacity=40, **options) -> RemoteHost:
-    half = client.half
+def join(server: Served, client: Client, *, token=TOKEN, capacity=40, **options) -> RemoteHost:
     return connect(
-        url_of(server),
+        f"http://127.0.0.1:{server.port}",
         token=token,
-        pair=options.pop("pair", half.pair),
-        width=half.width,
+        pair=options.pop("pair", client.manifest.pair),
+        width=client.manifest.width,
         capacity=capacity,
         **options,
     )
@@ -80,60 +94,72 @@ def prompt_of(number: int) -> np.ndarray:
 
 
 def replies(client: Client, session, ids, steps: int = 6) -> list[bytes]:
-    """Every reply to a prompt and to what greedily follows it, bit for bit."""
-    made, place = [session.advance(client.embed(ids, 0))], len(ids)
+    """Every reply to a prompt and to its greedy continuation, bit for bit."""
+    features, position = [session.advance(client.embed(ids, 0))], len(ids)
     for _ in range(steps):
-        token = client.logits(made[-1][None])[0, -1:].argmax(-1)
-        made.append(session.advance(client.embed(token, place)))
-        place += 1
-    return [each.tobytes() for each in made]
+        token = client.logits(features[-1][None])[0, -1:].argmax(-1)
+        features.append(session.advance(client.embed(token, position)))
+        position += 1
+    return [reply.tobytes() for reply in features]
 
 
-def post(server, path: str, body: bytes, **headers) -> tuple[int, bytes]:
-    """A request with any headers at all; (code, reply)."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    try:
-        connection.putrequest("POST", path, skip_accept_encoding=True)
-        given = {"Authorization": f"Bearer {TOKEN}", "Content-Length": str(len(body)), **headers}
-        for name, value in given.items():
-            if value is not None:
-                connection.putheader(name, value)
-        connection.endheaders()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.send(body)
-        response = connection.getresponse()
-        return response.status, response.read(4096)
-    finally:
-        connection.close()
+def opening_of(client: Client, **changes) -> dict[str, str]:
+    manifest = client.manifest
+    fields = {"version": "2", "pair": manifest.pair, "width": str(manifest.width), "capacity": "20"}
+    return {name: value for name, value in {**fields, **changes}.items() if value is not None}
 
 
-def raw(server, data: bytes, *, seconds: float = 5.0) -> bytes:
-    """Bytes as they are; all that comes back until the connection ends."""
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=seconds) as plain:
+def request(path: str = PATH, **headers: str | None) -> bytes:
+    """An HTTP request that opens a WebSocket, with any headers changed."""
+    lines = {**UPGRADE, "Authorization": f"Bearer {TOKEN}", **headers}
+    head = [
+        f"GET {path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in lines.items() if value is not None),
+    ]
+    return "\r\n".join([*head, "", ""]).encode()
+
+
+def frame(message: bytes, *, length: int | None = None) -> bytes:
+    """A client's frame with a mask of zeros, which changes nothing."""
+    return struct.pack(">BBQI", 0x82, 0xFF, len(message) if length is None else length, 0) + message
+
+
+@contextlib.contextmanager
+def plain_client(server: Served) -> Iterator[socket.socket]:
+    """A socket on which a WebSocket was opened; whatever follows is the caller's."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as plain:
+        plain.sendall(request())
+        assert read_head(plain).startswith(b"HTTP/1.1 101 ")
+        yield plain
+
+
+def read_head(plain: socket.socket) -> bytes:
+    head = b""
+    while b"\r\n\r\n" not in head and (part := plain.recv(1 << 12)):
+        head += part
+    return head
+
+
+def raw(server: Served, data: bytes, *, seconds: float = 5.0) -> bytes:
+    """Sends bytes as they are; all that comes back until the connection ends."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as plain:
         with contextlib.suppress(OSError):
             plain.sendall(data)
-        made = b""
+        reply = b""
         with contextlib.suppress(ConnectionResetError):
             while part := plain.recv(4096):
-                made += part
-        return made
+                reply += part
+        return reply
 
 
-def read_request(plain: socket.socket) -> None:
-    """All of a request: what is left unread at the end makes the system take back what was sent."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += plain.recv(1 << 16) or b"\r\n\r\n"
-    head, _, body = data.partition(b"\r\n\r\n")
-    found = re.search(rb"Content-Length: (\d+)", head)
-    left = int(found[1]) - len(body) if found else 0
-    while left > 0 and (part := plain.recv(left)):
-        left -= len(part)
+def code_of(reply: bytes) -> int:
+    match = re.match(rb"HTTP/1.1 (\d+) ", reply)
+    return int(match[1]) if match else 0
 
 
 @contextlib.contextmanager
 def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Something that listens and answers every request as it likes; its address."""
+    """A listener that answers a client's HTTP request as it likes; its address."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(10)
     done = threading.Event()
@@ -144,7 +170,7 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
                 plain, _ = listening.accept()
                 with plain, contextlib.suppress(OSError):
                     plain.settimeout(10)
-                    read_request(plain)
+                    read_head(plain)
                     answer(plain)
 
     thread = threading.Thread(target=serve, daemon=True)
@@ -156,18 +182,28 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         listening.close()
 
 
+@contextlib.contextmanager
+def lying_host(*answers: Callable[[ServerConnection], None]) -> Iterator[str]:
+    """A WebSocket server that answers a connection's messages one after the other by these; its address."""
+
+    def handler(connection: ServerConnection) -> None:
+        for answer in answers:
+            connection.recv()
+            answer(connection)
+
+    server = websocket_server(
+        handler, "127.0.0.1", 0, compression=None, max_size=None, close_timeout=0.2, logger=SILENT
+    )
+    with running(server) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
 def http_reply(body: bytes, *, length: object = None, code: int = 200, more: str = "") -> bytes:
     head = f"HTTP/1.1 {code} X\r\nContent-Length: {len(body) if length is None else length}\r\n{more}\r\n"
     return head.encode() + body
 
 
 def reset(plain: socket.socket) -> None:
-    """End a connection as a machine that loses its power does: without a word."""
+    """Ends a connection as a machine that loses its power does: without a word."""
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     plain.close()
-
-
-__all__ = [
-    "HEADER", "SIZES", "TOKEN", "Header", "http_reply", "impostor", "is_free", "join", "open_client", "post",
-    "prompt_of", "raw", "read_request", "replies", "reset", "served", "tiny_pair", "url_of", "wait_until",
-]  # fmt: skip

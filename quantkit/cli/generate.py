@@ -118,7 +118,7 @@ def _steps_from_host(
     from quantkit.private.client.connection import connect, split_url
     from quantkit.private.client.model import generate_split, open_client
     from quantkit.private.files import default_token_file
-    from quantkit.private.secret_files import read_token
+    from quantkit.private.keys import read_token
 
     split_url(url)
     client = open_client(folder, threads=threads)

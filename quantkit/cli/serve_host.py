@@ -1,4 +1,4 @@
-"""`quantkit serve-host`: the host of a protected model, served over HTTP."""
+"""`quantkit serve-host`: the host of a protected model, served over WebSocket."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def serve_host(
     from quantkit.private.files import default_token_file
     from quantkit.private.host import server as host_server
     from quantkit.private.host.model import open_host
-    from quantkit.private.secret_files import make_token, read_token
+    from quantkit.private.keys import make_token, read_token
 
     for flag, value, least in (
         ("--max-clients", max_clients, 1),
@@ -52,11 +52,11 @@ def serve_host(
             raise InputError(f"{value}", where=flag, allowed=f"{least} or more")
     if not 0 <= port <= 65535:
         raise InputError(f"{port}", where="--port", allowed="0 (any free one) to 65535")
-    host = open_host(folder, threads=threads, most_sessions=max_clients, most_tokens=max_tokens)
+    host = open_host(folder, threads=threads, max_sessions=max_clients, max_tokens=max_tokens)
     path = token_file or default_token_file(folder)
     token = read_token(path) if path.exists() else make_token(path)
     limits = host_server.Limits(message_bytes=int(max_message_mb * (1 << 20)), idle_seconds=idle_timeout)
-    server = host_server.HostServer((listen, port), host, token, limits)
+    server = host_server.listen((listen, port), host, token, limits)
 
     def announce(address: str, bound: int) -> None:
         print(f"serving {folder} on http://{address}:{bound}; token in {path}; Ctrl-C ends it", flush=True)

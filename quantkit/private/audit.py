@@ -1,9 +1,13 @@
-"""The attack that a permutation must fear, mounted: public weights against a host's folder.
+"""Recovers the permutation from the public weights: the attack that permuted features must withstand.
 
-Queries and keys are what they were in every split, because the cache is. Their rows therefore stand in a
-known order, and each of their columns names its channel of the residual. With that order known, the rows of
-an FFN and of the values name theirs, and features name their tokens. Beside it stands what sorted values
-alone give, without any known order. The key is used for one thing: to count how much was found right.
+Queries and keys of the host are those of the original, because the KV cache is. Their rows therefore stand in
+a known order, and each of their columns is found among the public ones by its direction: that is the order of
+the residual stream. With this order known, the rows of an FFN and of the values are found by direction too,
+and features are found among the public embeddings.
+
+A second attack knows no order at all: it compares sorted values, which a permutation does not change.
+Per-channel scales, as smoothing introduces them, are divided out. The key only serves to count correct
+positions.
 """
 
 from __future__ import annotations
@@ -19,25 +23,19 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.export.fused.split import read_blocks
-from quantkit.model.model_map import Block, EmbeddingKind, ModelMap, Role
+from quantkit.model.model_map import EmbeddingKind, ModelMap, Role
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.export import NOTHING
 from quantkit.pipeline.prepare import discard, prepare
 from quantkit.pipeline.resolve import resolve
 from quantkit.plan.formats import Grid
 from quantkit.plan.select import choose
-from quantkit.private.files import HOST, read_half
-from quantkit.private.keys import Key, fingerprint, open_key
-from quantkit.private.matching import (
-    agreement,
-    nearest,
-    nearest_in_heads,
-    sorted_values,
-    unit_rows,
-)
+from quantkit.private.files import HOST, read_side
+from quantkit.private.keys import Key, open_key
 from quantkit.private.protect import (
     check_permutes,
     contents_for,
+    fingerprint,
     in_secret_order,
     require_decoder,
     write_host,
@@ -46,23 +44,24 @@ from quantkit.private.sides import host_side
 from quantkit.progress import Progress
 from quantkit.quantization.grid import decode_all, middle
 from quantkit.quantization.rounding.rtn import round_to_nearest
-from quantkit.quantization.transforms.basis import Space
+from quantkit.quantization.transforms.basis import Order, Space
 from quantkit.quantization.transforms.draft import opened, row_chunks
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe
 from quantkit.runtime.graph import MODEL_FILE
 
 Floats = NDArray[np.float32]
-Order = NDArray[np.int64]
-MOST_BLOCKS = 3  # the first, the middle one, the last
-MOST_TOKENS = 4096  # drawn from the vocabulary
-SENT_GRID = Grid(block=128)  # at most as fine as a client's table
-LEAST_AGREEMENT = 0.5  # between weights and the public ones in the key's order: less is another key
+Correct = NDArray[np.bool_]
+MAX_TOKENS = 4096  # drawn from the vocabulary
+CLIENT_GRID = Grid(block=128)  # of the embedding table; no client's is coarser
+MIN_AGREEMENT = 0.5  # mean cosine of the host's and the public weights in the key's order; less: another key
+ROWS_AT_ONCE = 2048
+NUM_QUANTILES = 1024  # of sorted values; more add nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """How much of the order of one kind of space was found, of 1."""
+    """Share of the positions of one kind of space whose original place was found, of 1."""
 
     weights: str  # "float32", or the scheme
     permutes: tuple[str, ...]
@@ -70,77 +69,69 @@ class Recovered:
     positions: int
     by_known_rows: float
     by_sorted_values: float
-    is_given: bool = False  # of the folder that was named, and not of one made for comparison
+    is_given: bool = False  # of the folder under audit, not of one made for comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Seen:
-    """A host's file beside the public weights, both as [out, in]."""
+class Weights:
+    """Tensors of a host's file beside the public weights."""
 
     model_map: ModelMap
     host: Mapping[str, NDArray[Any]]
     public: TensorSource
-    numbers: Mapping[str, int]  # of blocks
 
-    def both(self, block: Block, role: Role) -> tuple[Floats, Floats] | None:
-        """(the host's rows, the public rows) of a projection."""
-        layers = [each for each in self.model_map.layers if each.block == block.name and each.role is role]
-        if not layers:
+    def both(self, block: int, role: Role) -> tuple[Floats, Floats] | None:
+        """(host's, public) weight of a projection, [out, in]; None where a block has none."""
+        block_name = self.model_map.blocks[block].name
+        layers = {layer.role: layer for layer in self.model_map.layers if layer.block == block_name}
+        if role not in layers:
             return None
-        tensors = opened(self.model_map, self.public, np.float32)
-        known_OI = np.concatenate(list(row_chunks(tensors, layers[0]))).astype(np.float32)
-        return self._rows(block, role, known_OI.shape), known_OI
-
-    def _rows(self, block: Block, role: Role, shape: tuple[int, ...]) -> Floats:
-        prefix = f"block.{self.numbers[block.name]}."
+        chunks = row_chunks(opened(self.model_map, self.public, np.float32), layers[role])
+        public_OI = np.concatenate(list(chunks)).astype(np.float32)
+        prefix = f"block.{block}."
         for name in self.host:
-            holder, _, kind = name.rpartition(".")
-            roles = holder.removeprefix(prefix).split("+")
-            if holder.startswith(prefix) and role in roles and kind in ("codes", "codes_IO", "weight_IO"):
-                whole_OI = _decoded(self.host, holder, kind)[:, : shape[1]]
-                sizes = [self._num_rows(block, each) for each in roles]
-                start = sum(sizes[: roles.index(role)])
-                return whole_OI[start : start + shape[0]]
+            pack, _, kind = name.rpartition(".")
+            roles = [Role(part) for part in pack.removeprefix(prefix).split("+") if part in layers]
+            if pack.startswith(prefix) and role in roles and kind in ("codes", "codes_IO", "weight_IO"):
+                start = sum(layers[before].out_features for before in roles[: roles.index(role)])
+                host_OI = _decoded(self.host, pack, kind)
+                return host_OI[start : start + len(public_OI), : public_OI.shape[1]], public_OI
         raise InputError(f"it has no weights for {role}", where=prefix.rstrip("."))
-
-    def _num_rows(self, block: Block, role: str) -> int:
-        layers = self.model_map.layers
-        return next(each.out_features for each in layers if each.block == block.name and each.role == role)
 
 
 def audit(recipe: Recipe, *, host: Path, key_file: Path, permutes: Collection[str]) -> tuple[Recovered, ...]:
-    """Attack this host; and for comparison the same model in float, and with fewer orders."""
+    """Attacks a host and, for comparison, the same model in float and with the residual permuted alone."""
     check_permutes(permutes)
-    half = read_half(host, HOST)
+    width = read_side(host, HOST).width
     progress = Progress()
     given = resolve(recipe, progress)
     require_decoder(given)
     model_map, recipe = given.model_map, given.recipe
-    if half.width != model_map.hidden_size:
+    if width != model_map.hidden_size:
         raise InputError(
-            f"its features are {half.width} wide, the model's {model_map.hidden_size}",
+            f"its features are {width} wide, the model's {model_map.hidden_size}",
             where=str(host),
             next_step="name the model that the host was made from",
         )
     key = open_key(key_file, fingerprint(given.source.config, model_map, given.weights))
-    found = list(
-        attack(model_map, given.weights, host / MODEL_FILE, key, permutes, weights="as given", is_given=True)
-    )
+    results = [
+        *attack(model_map, given.weights, host / MODEL_FILE, key, permutes, weights="as given", is_given=True)
+    ]
     prepared = prepare(given)
     plans = {
         "float32": choose(prepared.model_map, min_dim=NOTHING),
         recipe.scheme: prepared.plan,
     }
     for name, plan in plans.items():
-        for chosen in (("residual",), ("residual", "ffn", "values")):
-            with tempfile.TemporaryDirectory(prefix="quantkit-") as made:
-                weights = in_secret_order(prepared.model_map, prepared.weights, key, chosen)
+        for compared in (("residual",), ("residual", "ffn", "values")):
+            with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+                weights = in_secret_order(prepared.model_map, prepared.weights, key, compared)
                 side = host_side(prepared.model_map, plan, contents_for(recipe, prepared.model_map, plan))
-                write_host(side, weights, Path(made), recipe, recipe.single_file_mb << 20)
-                path = Path(made) / MODEL_FILE
-                found.extend(attack(model_map, given.weights, path, key, chosen, weights=name))
+                write_host(side, weights, Path(folder), recipe)
+                path = Path(folder) / MODEL_FILE
+                results.extend(attack(model_map, given.weights, path, key, compared, weights=name))
     discard(prepared)
-    return tuple(found)
+    return tuple(results)
 
 
 def attack(
@@ -153,19 +144,18 @@ def attack(
     weights: str,
     is_given: bool = False,
 ) -> tuple[Recovered, ...]:
-    """What the holder of the public weights finds out about one host's file."""
-    seen = _Seen(
-        model_map=model_map,
-        host=read_blocks(path),
-        public=public,
-        numbers={block.name: number for number, block in enumerate(model_map.blocks)},
-    )
+    """Recovers what it can from a host's file, in the first, the middle and the last block."""
+    both = Weights(model_map=model_map, host=read_blocks(path), public=public)
     count = len(model_map.blocks)
-    blocks = [model_map.blocks[number] for number in sorted({0, count // 2, count - 1})][:MOST_BLOCKS]
-    truth_I = key.order("residual", model_map.hidden_size or 0)
-    found_I, sorted_I = _residual(seen, blocks, truth_I, str(path))
-    rows = [("residual", len(truth_I), found_I == truth_I, sorted_I == truth_I)]
-    rows.extend(_tokens(model_map, public, truth_I, found_I))
+    blocks = sorted({0, count // 2, count - 1})
+    order_I = key.order("residual", model_map.hidden_size or 0)
+    by_rows_I, by_values_I = _residual_orders(both, blocks, order_I, str(path))
+    correct: dict[str, list[tuple[Correct, Correct]]] = {
+        "residual": [(by_rows_I == order_I, by_values_I == order_I)],
+        "tokens": _tokens(model_map, public, order_I, by_rows_I),
+        "ffn": [],
+        "values": [],
+    }
     spaces: dict[tuple[str | None, str], Space] = {
         (space.block, space.kind): space for space in require_spaces(model_map)
     }
@@ -173,83 +163,77 @@ def attack(
         ("ffn", "ffn_hidden", Role.FFN_UP),
         ("values", "value_heads", Role.ATTENTION_VALUE),
     ):
-        right: list[NDArray[np.bool_]] = []
-        right_sorted: list[NDArray[np.bool_]] = []
-        for block in blocks:
-            space = spaces.get((block.name, kind))
-            both = seen.both(block, role)
-            if name not in permutes or space is None or both is None or "permutation" not in space.permits:
+        for block in blocks if name in permutes else ():
+            space = spaces.get((model_map.blocks[block].name, kind))
+            pair = both.both(block, role)
+            if space is None or pair is None or "permutation" not in space.permits:
                 continue
-            truth_O = _truth(key, space)
-            # Columns at length one on both sides: the scales that smoothing put in are gone.
-            host_OI, known_OI = unit_rows(both[0].T).T, unit_rows(both[1].T).T
-            heads = space.head_dim or space.width
-            _require_agreement(agreement(host_OI, known_OI[:, truth_I], truth_O), str(path))
-            directions = unit_rows(host_OI), unit_rows(known_OI[:, found_I])
-            right.append(nearest_in_heads(*directions, heads) == truth_O)
-            values = sorted_values(host_OI), sorted_values(known_OI)
-            right_sorted.append(nearest_in_heads(*values, heads) == truth_O)
-        if right:
-            rows.append((name, sum(map(len, right)), np.concatenate(right), np.concatenate(right_sorted)))
+            order_O = _order_of(key, space)
+            # Columns of unit length on both sides: smoothing scales are gone.
+            host_OI, public_OI = (unit_rows(weight_OI.T).T for weight_OI in pair)
+            head_dim = space.head_dim or space.width
+            _require_agreement(host_OI, public_OI[:, order_I], order_O, str(path))
+            by_rows_O = nearest_in_heads(unit_rows(host_OI), unit_rows(public_OI[:, by_rows_I]), head_dim)
+            by_values_O = nearest_in_heads(sorted_values(host_OI), sorted_values(public_OI), head_dim)
+            correct[name].append((by_rows_O == order_O, by_values_O == order_O))
     return tuple(
         Recovered(
             weights=weights,
             permutes=tuple(permutes),
             space=name,
-            positions=positions,
-            by_known_rows=float(by_rows.mean()),
-            by_sorted_values=float(by_values.mean()),
+            positions=sum(len(by_rows) for by_rows, _ in results),
+            by_known_rows=float(np.concatenate([by_rows for by_rows, _ in results]).mean()),
+            by_sorted_values=float(np.concatenate([by_values for _, by_values in results]).mean()),
             is_given=is_given,
         )
-        for name, positions, by_rows, by_values in rows
+        for name, results in correct.items()
+        if results
     )
 
 
-def _residual(seen: _Seen, blocks: Collection[Block], truth_I: Order, where: str) -> tuple[Order, Order]:
-    """(order by columns of queries and keys, order by sorted columns of everything that reads it)."""
-    hosts, knowns, sorted_hosts, sorted_knowns = [], [], [], []
+def _residual_orders(
+    both: Weights, blocks: Collection[int], order_I: Order, where: str
+) -> tuple[Order, Order]:
+    """Orders by the columns of queries and keys, and by the sorted columns of all readers."""
+    columns: list[tuple[Floats, Floats]] = []
+    values: list[tuple[Floats, Floats]] = []
     for block in blocks:
         for role in (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.FFN_UP, Role.FFN_GATE):
-            both = seen.both(block, role)
-            if both is None:
+            pair = both.both(block, role)
+            if pair is None:
                 continue
-            columns_IO, known_IO = unit_rows(both[0].T), unit_rows(both[1].T)
+            host_IO, public_IO = (unit_rows(weight_OI.T) for weight_OI in pair)
             if role in (Role.ATTENTION_QUERY, Role.ATTENTION_KEY):
-                hosts.append(columns_IO)
-                knowns.append(known_IO)
-            sorted_hosts.append(sorted_values(columns_IO))
-            sorted_knowns.append(sorted_values(known_IO))
-    seen_IF, known_IF = np.concatenate(hosts, axis=1), np.concatenate(knowns, axis=1)
-    _require_agreement(agreement(seen_IF, known_IF, truth_I), where)
-    by_sorted = nearest(np.concatenate(sorted_hosts, axis=1), np.concatenate(sorted_knowns, axis=1))
-    return nearest(seen_IF, known_IF), by_sorted
+                columns.append((host_IO, public_IO))
+            values.append((sorted_values(host_IO), sorted_values(public_IO)))
+    host_IF, public_IF = (np.concatenate(parts, axis=1) for parts in zip(*columns, strict=True))
+    _require_agreement(host_IF, public_IF, order_I, where)
+    host_IV, public_IV = (np.concatenate(parts, axis=1) for parts in zip(*values, strict=True))
+    return nearest(host_IF, public_IF), nearest(host_IV, public_IV)
 
 
 def _tokens(
-    model_map: ModelMap, public: TensorSource, truth_I: Order, found_I: Order
-) -> list[tuple[str, int, NDArray[np.bool_], NDArray[np.bool_]]]:
-    """Which tokens a prompt's first position had, told from the features that a host is sent for it."""
+    model_map: ModelMap, public: TensorSource, order_I: Order, by_rows_I: Order
+) -> list[tuple[Correct, Correct]]:
+    """Tokens recovered from the features that a client sends for the first position of a prompt."""
     tables = {table.kind: table for table in model_map.embeddings}
     table = tables[EmbeddingKind.TOKEN]
-    if table.num_columns != len(truth_I):  # a projection stands between the table and the features
+    if table.num_columns != len(order_I):  # a projection stands between the table and the features
         return []
-    chances = np.random.default_rng(0)
-    ids = np.sort(chances.permutation(table.num_rows)[:MOST_TOKENS])
+    ids = np.sort(np.random.default_rng(0).permutation(table.num_rows)[:MAX_TOKENS])
     name = f"{table.tied_to or table.name}.weight"
-    known_VI = np.concatenate([public.read(name, int(token), 1) for token in ids])
-    seen_VI = decode_all(round_to_nearest(known_VI, SENT_GRID), known_VI.shape[1])  # as a client's table is
+    public_VI = np.concatenate([public.read(name, int(token), 1) for token in ids])
+    sent_VI = decode_all(round_to_nearest(public_VI, CLIENT_GRID), public_VI.shape[1])
     if EmbeddingKind.POSITION in tables:
         first_I = public.read(f"{tables[EmbeddingKind.POSITION].name}.weight", model_map.position_offset, 1)
-        known_VI, seen_VI = known_VI + first_I, seen_VI + first_I
-    seen_VI = seen_VI[:, truth_I]
+        public_VI, sent_VI = public_VI + first_I, sent_VI + first_I
+    sent_VI = sent_VI[:, order_I]
     numbers = np.arange(len(ids))
-    by_order = nearest(unit_rows(seen_VI), unit_rows(known_VI[:, found_I])) == numbers
-    by_values = nearest(sorted_values(seen_VI), sorted_values(known_VI)) == numbers
-    return [("tokens", len(ids), by_order, by_values)]
+    by_rows = nearest(unit_rows(sent_VI), unit_rows(public_VI[:, by_rows_I])) == numbers
+    return [(by_rows, nearest(sorted_values(sent_VI), sorted_values(public_VI)) == numbers)]
 
 
-def _truth(key: Key, space: Space) -> Order:
-    """The order that the key gives a space."""
+def _order_of(key: Key, space: Space) -> Order:
     if space.kind != "value_heads":
         return key.order(space.name, space.width)
     heads = range(space.num_kv_heads)
@@ -257,9 +241,10 @@ def _truth(key: Key, space: Space) -> Order:
     return np.concatenate(parts)
 
 
-def _require_agreement(cosine: float, where: str) -> None:
-    """A wrong key or a wrong --permute would look like an attack that failed."""
-    if cosine < LEAST_AGREEMENT:
+def _require_agreement(host_NF: Floats, public_NF: Floats, order: Order, where: str) -> None:
+    """Refuses a wrong key or --permute, which would look like a failed attack."""
+    cosine = (unit_rows(host_NF) * unit_rows(public_NF[order])).sum(axis=1).mean()
+    if cosine < MIN_AGREEMENT:
         raise InputError(
             "it is not in the order of this key",
             where=where,
@@ -268,12 +253,47 @@ def _require_agreement(cosine: float, where: str) -> None:
         )
 
 
-def _decoded(host: Mapping[str, NDArray[Any]], holder: str, kind: str) -> Floats:
-    """Weights as [out, in], in floats."""
+def _decoded(host: Mapping[str, NDArray[Any]], pack: str, kind: str) -> Floats:
+    """Weight of a pack in float, [out, in]."""
     if kind == "weight_IO":
-        return np.asarray(host[f"{holder}.weight_IO"].T, np.float32)
-    scales = host[f"{holder}.scales"]
+        return np.asarray(host[f"{pack}.weight_IO"].T, np.float32)
+    scales = host[f"{pack}.scales"]
     if kind == "codes_IO":
-        return np.asarray(host[f"{holder}.codes_IO"].T * scales[:, None], np.float32)
-    codes = host[f"{holder}.codes"].astype(np.float32) - middle(8)
+        return np.asarray(host[f"{pack}.codes_IO"].T * scales[:, None], np.float32)
+    codes = host[f"{pack}.codes"].astype(np.float32) - middle(8)
     return np.asarray((codes * scales[..., None]).reshape(len(codes), -1), np.float32)
+
+
+def unit_rows(rows_NF: Floats) -> Floats:
+    """Rows at unit length."""
+    lengths = np.linalg.norm(rows_NF, axis=1, keepdims=True)
+    return np.asarray(rows_NF / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
+
+
+def sorted_values(rows_NF: Floats) -> Floats:
+    """Quantiles of every row's magnitudes, at unit length."""
+    ordered = np.sort(np.abs(rows_NF), axis=1)
+    if ordered.shape[1] > NUM_QUANTILES:
+        ordered = ordered[:, np.linspace(0, ordered.shape[1] - 1, NUM_QUANTILES).round().astype(int)]
+    return unit_rows(ordered)
+
+
+def nearest(rows_NF: Floats, known_MF: Floats) -> Order:
+    """For each row, the index of the nearest known row."""
+    centre = known_MF.mean(axis=0)
+    rows, known = (rows_NF - centre).astype(np.float64), (known_MF - centre).astype(np.float64)
+    squares = (known * known).sum(axis=1)
+    indices = [
+        (squares - 2 * rows[start : start + ROWS_AT_ONCE] @ known.T).argmin(axis=1)
+        for start in range(0, len(rows), ROWS_AT_ONCE)
+    ]
+    return np.concatenate(indices).astype(np.int64)
+
+
+def nearest_in_heads(rows_NF: Floats, known_NF: Floats, head_dim: int) -> Order:
+    """For each row, the index of the nearest known row of its head."""
+    indices = [
+        nearest(rows_NF[start : start + head_dim], known_NF[start : start + head_dim]) + start
+        for start in range(0, len(rows_NF), head_dim)
+    ]
+    return np.concatenate(indices)

@@ -1,10 +1,11 @@
-"""What the two sides of a split model are called on disk, and what each says about itself."""
+"""Folders of a split model: names of their files, and the description in their manifests."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import InputError
 
@@ -14,59 +15,42 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Half:
-    """One side's description."""
-
-    kind: str
-    pair: str  # a hash of the host's files, by which a client knows its host
+class SideManifest:
+    pair: str  # hash of the host's files, by which a client recognizes its host
     width: int  # of features
     context: int
 
 
 def kind_of(folder: Path) -> str | None:
     """HOST or CLIENT, or None for any other folder."""
-    try:
-        document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    kind = document.get("kind") if isinstance(document, dict) else None
+    kind = _manifest(folder).get("kind")
     return kind if kind in (HOST, CLIENT) else None
 
 
-def read_half(folder: Path, kind: str) -> Half:
-    """The description of a side; any other folder is refused."""
-    found = kind_of(folder)
-    if found != kind:
-        other = f"this is the {found} side" if found else "no side of a protected model"
+def read_side(folder: Path, kind: str) -> SideManifest:
+    """The manifest of a host or client folder; any other folder is refused."""
+    actual = kind_of(folder)
+    if actual != kind:
         raise InputError(
-            other,
+            f"this is the {actual} side" if actual else "no side of a protected model",
             where=str(folder),
             allowed=f"the folder '{kind}' that 'quantkit protect' wrote",
-            next_step=f"give {folder.parent / kind}" if found else "'quantkit protect' writes one",
+            next_step=f"give {folder.parent / kind}" if actual else "'quantkit protect' writes one",
         )
-    document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = _manifest(folder)
     try:
-        return Half(
-            kind=kind,
-            pair=str(document["pair"]),
-            width=int(document["width"]),
-            context=int(document["context"]),
-        )
+        pair, width, context = str(manifest["pair"]), int(manifest["width"]), int(manifest["context"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"its manifest is damaged ({error!r})", where=str(folder), next_step="copy the folder again"
         ) from error
-
-
-def default_token_file(folder: Path) -> Path:
-    """The token file of both sides where none is named: beside their folders."""
-    return folder.absolute().parent / "host.token"
+    return SideManifest(pair=pair, width=width, context=context)
 
 
 def require_side(folder: Path, *, is_client: bool) -> None:
-    """Refuse half a model where a whole one is needed, and a whole one where the client is needed."""
+    """Refuses half a model where a whole one is needed, and a whole one where the client is needed."""
     if is_client:
-        read_half(folder, CLIENT)
+        read_side(folder, CLIENT)
         return
     kind = kind_of(folder)
     if kind is not None:
@@ -76,3 +60,16 @@ def require_side(folder: Path, *, is_client: bool) -> None:
             next_step=f"quantkit generate {folder.parent / CLIENT} --host URL, where 'quantkit serve-host "
             f"{folder.parent / HOST}' runs",
         )
+
+
+def default_token_file(folder: Path) -> Path:
+    """Token file of both sides, beside their folders."""
+    return folder.absolute().parent / "host.token"
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}

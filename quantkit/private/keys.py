@@ -1,83 +1,45 @@
-"""The key of a protected model: 32 random bytes in a file that only its owner reads, bound to one model.
+"""Secrets of private inference: the key of a protected model and the token of a host, in owner-only files.
 
-A key shows itself nowhere: not when printed, not in an error, not in a report. Whoever wants an order asks
-the key for it. The file names the model by a fingerprint, because a key of another model would make no noise:
-the two sides would still agree with each other, and a key in use for two models is lost twice.
+A key is 32 random bytes, bound to one model by its fingerprint: the key of another model would go unnoticed,
+because both sides would still agree, and a key in use for two models is lost twice. A key is in no repr,
+error, report or pickle. Secret files are created with mode 0600, never overwritten, and refused when group or
+others may access them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
+import os
 import secrets
-from collections.abc import Mapping
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from quantkit.errors import InputError
-from quantkit.model.model_map import ModelMap
-from quantkit.model.weights.tensors import TensorSource
-from quantkit.private.order import keyed_order
-from quantkit.private.secret_files import LARGEST_FILE, read_secret, write_secret
-from quantkit.quantization.layout import weight_name
-from quantkit.quantization.transforms.basis import Order
+from quantkit.private.order import Order, keyed_order
 
 FORMAT, VERSION = "quantkit-feature-key", 1
-KEY_BYTES = 32
-SAMPLED_ROWS = 32  # of the beginning and of the end of every tensor, for the fingerprint
-# What a config says about its file and not about its model.
-NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "use_cache")
+KEY_BYTES, FINGERPRINT_BYTES = 32, 32
+OWNER_ONLY = 0o600
+MAX_FILE_BYTES = 4096
+MIN_TOKEN_LENGTH = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """The secret, and the model it is for."""
-
     secret: bytes = field(repr=False)
     model: str  # fingerprint
 
     def order(self, space: str, width: int) -> Order:
-        """The order of a space."""
         return keyed_order(self.secret, model=bytes.fromhex(self.model), space=space, width=width)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """A key is written by `create_key` alone, and never along with something else."""
         raise TypeError("a key is not pickled")
 
 
-def fingerprint(config: Mapping[str, Any], model_map: ModelMap, source: TensorSource) -> str:
-    """A model by its config and its weights: of each tensor the shape and rows from both of its ends.
-
-    Training changes every row, so these tell two models apart without reading gigabytes twice.
-    """
-    found = hashlib.sha256()
-    known = {key: value for key, value in config.items() if key not in NOT_THE_MODEL}
-    found.update(json.dumps(known, sort_keys=True, default=str).encode())
-    for name in _tensors(model_map, source):
-        shape = source.shape(name)
-        found.update(f"{name}{shape}".encode())
-        rows = shape[0] if shape else 1
-        starts = (0,) if len(shape) < 2 or rows <= 2 * SAMPLED_ROWS else (0, rows - SAMPLED_ROWS)
-        for start in starts:
-            count = None if len(starts) == 1 else SAMPLED_ROWS
-            found.update(np.ascontiguousarray(source.read(name, start, count), np.float32).tobytes())
-    return found.hexdigest()
-
-
-def _tensors(model_map: ModelMap, source: TensorSource) -> list[str]:
-    names = {weight_name(layer) for layer in model_map.layers}
-    names |= {f"{layer.matrix}.bias" for layer in model_map.layers if layer.has_bias}
-    names |= {f"{table.tied_to or table.name}.weight" for table in model_map.embeddings}
-    names |= {f"{norm.name}.{part}" for norm in model_map.norms for part in ("weight", "bias")}
-    return sorted(name for name in names if source.has(name))
-
-
 def create_key(path: Path, model: str) -> Key:
-    """A new key in a new file; one that is there is never written over."""
     key = Key(secret=secrets.token_bytes(KEY_BYTES), model=model)
     document = {"format": FORMAT, "version": VERSION, "model": model, "key": key.secret.hex()}
     write_secret(path, json.dumps(document, indent=2) + "\n")
@@ -85,9 +47,26 @@ def create_key(path: Path, model: str) -> Key:
 
 
 def open_key(path: Path, model: str) -> Key:
-    """The key of a file, if it is for this model and nobody else may read it."""
+    """The key in a file, if it is for this model."""
     text = read_secret(path, what="key", remedy="make a new key and protect again")
-    document = _document(text, path)
+    try:
+        document = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
+    except ValueError:
+        document = None
+    damage = ""  # described without the file's content
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        damage = "not a key file"
+    elif document.get("version") != VERSION:
+        damage = "a key file of a version that this quantkit does not read"
+    elif not _is_hex(document.get("key"), KEY_BYTES) or not _is_hex(document.get("model"), FINGERPRINT_BYTES):
+        damage = "its key or its model's fingerprint is damaged"
+    if damage or document is None:
+        raise InputError(
+            damage,
+            where=str(path),
+            allowed="a file that 'quantkit protect' made",
+            next_step="restore it from a copy, or protect again with a new key",
+        )
     if not hmac.compare_digest(document["model"], model):
         raise InputError(
             "the key is for another model",
@@ -96,30 +75,7 @@ def open_key(path: Path, model: str) -> Key:
             f"{document['model'][:16]}",
             next_step="give that model, or another --key FILE, which is made if it does not exist",
         )
-    return Key(secret=bytes.fromhex(document["key"]), model=document["model"])
-
-
-def _document(text: bytes, path: Path) -> dict[str, str]:
-    """The fields of a key file; what is wrong is told without what it says."""
-    faults = ""
-    try:
-        document = json.loads(text) if len(text) <= LARGEST_FILE else None
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        faults = "not a key file"
-    elif document.get("version") != VERSION:
-        faults = "a key file of a version that this quantkit does not read"
-    elif not _is_hex(document.get("key"), KEY_BYTES) or not _is_hex(document.get("model"), 32):
-        faults = "its key or its model's fingerprint is damaged"
-    if faults or not isinstance(document, dict):
-        raise InputError(
-            faults,
-            where=str(path),
-            allowed="a file that 'quantkit protect' made",
-            next_step="restore it from a copy, or protect again with a new key",
-        )
-    return document
+    return Key(secret=bytes.fromhex(document["key"]), model=model)
 
 
 def _is_hex(value: object, num_bytes: int) -> bool:
@@ -127,3 +83,54 @@ def _is_hex(value: object, num_bytes: int) -> bool:
         return isinstance(value, str) and len(bytes.fromhex(value)) == num_bytes
     except ValueError:
         return False
+
+
+def make_token(path: Path) -> str:
+    token = secrets.token_urlsafe(32)
+    write_secret(path, token + "\n")
+    return token
+
+
+def read_token(path: Path) -> str:
+    content = read_secret(path, what="token", remedy="make a new one")
+    token = content.decode("ascii", "replace").strip()
+    is_plain = token.isprintable() and token.isascii() and " " not in token
+    if not is_plain or not MIN_TOKEN_LENGTH <= len(token) < MAX_FILE_BYTES:
+        raise InputError(
+            "not a token",
+            where=str(path),
+            allowed=f"one line of {MIN_TOKEN_LENGTH} or more letters and digits",
+            next_step="remove the file; 'quantkit serve-host' then makes a new one",
+        )
+    return token
+
+
+def write_secret(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY)
+    except OSError as error:
+        raise InputError(f"cannot be written ({error.strerror})", where=str(path)) from error
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, OWNER_ONLY)  # independent of the umask
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def read_secret(path: Path, *, what: str, remedy: str) -> bytes:
+    """Up to MAX_FILE_BYTES + 1 bytes of a secret file; `what` and `remedy` are for the error message."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"the {what} cannot be read ({error.strerror})", where=str(path)) from error
+    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InputError(
+            f"others may read this {what} (mode {stat.S_IMODE(mode):04o})",
+            where=str(path),
+            allowed="mode 0600",
+            next_step=f"chmod 600 {path}; if others have read it, {remedy}",
+        )
+    return content

@@ -1,10 +1,9 @@
-"""Orders of channels that only the holder of a key can name: from 32 secret bytes to permutations.
+"""Permutations from a key: HKDF, HMAC in counter mode, and Fisher and Yates' shuffle.
 
-numpy's generators are made for statistics: some hundred outputs give away the rest. Here every space gets a
-key of its own by HKDF (RFC 5869, with SHA-256), bound to the model and to the name of the space, so that an
-order that has been found out says nothing about another. HMAC in counter mode turns that key into words,
-and Fisher and Yates' shuffle (Durstenfeld's, https://doi.org/10.1145/364520.364540) draws with them,
-throwing away the words by which one place would be likelier than another.
+numpy's generators serve statistics: some hundred outputs reveal the rest. Here every space gets a key of its
+own by HKDF-SHA256 (RFC 5869), bound to the model and to the space's name, so that a known order reveals no
+other. HMAC-SHA256 in counter mode expands it into 32-bit words. The shuffle (Durstenfeld,
+https://doi.org/10.1145/364520.364540) rejects words that would favour some positions.
 """
 
 from __future__ import annotations
@@ -14,29 +13,27 @@ import hmac
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quantkit.quantization.transforms.basis import Order
-
+Order = NDArray[np.int64]
 DIGEST = "sha256"
 WORD_BYTES = 4
 PURPOSE = b"quantkit feature order, version 1"
 
 
 def derive(key: bytes, *, salt: bytes, purpose: bytes, length: int = 32) -> bytes:
-    """HKDF: a key for one purpose, from which neither the first key nor another purpose's follows."""
+    """HKDF-SHA256."""
     extracted = hmac.digest(salt or bytes(hashlib.new(DIGEST).digest_size), key, DIGEST)
-    made, block = b"", b""
-    for counter in range(1, 256):
-        if len(made) >= length:
-            break
+    expanded, block, counter = b"", b"", 0
+    while len(expanded) < length:
+        counter += 1
         block = hmac.digest(extracted, block + purpose + bytes([counter]), DIGEST)
-        made += block
-    assert len(made) >= length, "HKDF gives no more than 255 blocks"
-    return made[:length]
+        expanded += block
+    return expanded[:length]
 
 
 def words(key: bytes) -> Iterator[int]:
-    """Numbers of 32 bits without end."""
+    """Endless 32-bit numbers."""
     counter = 0
     while True:
         block = hmac.digest(key, counter.to_bytes(8, "little"), DIGEST)
@@ -46,13 +43,13 @@ def words(key: bytes) -> Iterator[int]:
 
 
 def keyed_order(key: bytes, *, model: bytes, space: str, width: int) -> Order:
-    """The order of a space of a model; every order is equally likely to whoever does not have the key."""
+    """Permutation of a space of a model; without the key every permutation is equally likely."""
     purpose = b"\0".join([PURPOSE, space.encode(), str(width).encode()])
-    drawn = words(derive(key, salt=model, purpose=purpose))
+    random = words(derive(key, salt=model, purpose=purpose))
     order_I = np.arange(width, dtype=np.int64)
     for last in range(width - 1, 0, -1):
         choices = last + 1
-        fair = (1 << 8 * WORD_BYTES) // choices * choices  # words from here on would favour some places
-        place = next(word for word in drawn if word < fair) % choices
-        order_I[last], order_I[place] = order_I[place], order_I[last]
+        limit = (1 << 8 * WORD_BYTES) // choices * choices  # words from here on would favour some positions
+        position = next(word for word in random if word < limit) % choices
+        order_I[last], order_I[position] = order_I[position], order_I[last]
     return order_I

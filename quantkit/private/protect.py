@@ -1,22 +1,25 @@
-"""`quantkit protect` on one screen: a model in, a host that computes and a client that understands.
+"""`quantkit protect`: quantizes a model and splits it into a host and a client folder.
 
-Everything up to rounding is the way of every quantized model. Then the blocks are read in the secret order
-and written alone; tables, last norm and head are written as they are, with the order beside them.
+Transforms and planning are those of `quantkit quantize`. The host's blocks are then read in the secret order
+and written as one graph. Tables, last norm and head are written unpermuted for the client, with two gathers
+that apply and undo the order of the residual stream.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import quantkit
 from quantkit.errors import InputError
 from quantkit.export.check import Placement, check_models
-from quantkit.export.fused.split import Order, emit_blocks, emit_embedding, emit_head
+from quantkit.export.fused.split import emit_blocks, emit_embedding, emit_head
 from quantkit.export.genai import CONFIG_FILE
 from quantkit.export.graph import save
 from quantkit.export.rotary import context_of
@@ -28,20 +31,21 @@ from quantkit.pipeline.export import (
     projection_formats,
     write_companions,
 )
-from quantkit.pipeline.folder import MANIFEST, folder_bytes, hash_files, new_artifact
+from quantkit.pipeline.folder import folder_bytes, hash_files, new_artifact
 from quantkit.pipeline.prepare import discard, prepare
 from quantkit.pipeline.resolve import Resolved, resolve
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
 from quantkit.plan.targets import TARGETS
-from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, HOST
-from quantkit.private.keys import Key, create_key, fingerprint, open_key
+from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, HOST, MANIFEST
+from quantkit.private.keys import Key, create_key, open_key
 from quantkit.private.sides import Side, client_side, host_side
 from quantkit.progress import Progress
 from quantkit.quantization.checkpoint import write_checkpoint
-from quantkit.quantization.layout import Contents, contents_of
+from quantkit.quantization.layout import Checkpoint, Contents, contents_of
 from quantkit.quantization.rounding import PLAIN
-from quantkit.quantization.rounding.apply import quantized_parts
+from quantkit.quantization.rounding.apply import quantized_parts, weight_name
+from quantkit.quantization.transforms.basis import Order
 from quantkit.quantization.transforms.permutation import permute
 from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_spaces
@@ -49,24 +53,36 @@ from quantkit.recipe import Recipe, dump_recipe
 from quantkit.runtime.graph import MODEL_FILE
 
 RECIPE_FILE = "recipe.yaml"
-DEFAULT_CONTEXT = 2048  # of a model that names none, as for a model in one piece
-# What --permute may name -> the kind of space; the first is what makes the split.
-PERMUTED: dict[str, str] = {"residual": "residual", "ffn": "ffn_hidden", "values": "value_heads"}
+DEFAULT_CONTEXT = 2048  # of a model whose config has none
+PERMUTED: dict[str, str] = {  # names of --permute -> kinds of spaces; the first is required
+    "residual": "residual",
+    "ffn": "ffn_hidden",
+    "values": "value_heads",
+}
 PROTECTED_SCHEMES = tuple(
     name for name, row in SCHEMES.items() if row.body.grid.bits == 8 and not row.body.is_static
+)
+SAMPLED_ROWS = 32  # from either end of a tensor, for the fingerprint
+FILE_SETTINGS = (  # of a config, that describe its file and not the model
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "auto_map",
+    "use_cache",
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Protected:
-    """What was written."""
+    """Report of a split."""
 
     folder: Path
     key_file: Path
     makes_key: bool
     permutes: tuple[str, ...]
     scheme: str
-    num_planned: dict[str, int]  # projections on each side, all of which are integer in its files
+    num_planned: dict[str, int]  # quantized projections on each side
     num_bytes: dict[str, int]
     bytes_per_token: int  # each way, in float32
 
@@ -80,7 +96,7 @@ def protect(
     force: bool = False,
     quiet: bool = False,
 ) -> Protected:
-    """Quantize and split; the output appears only when all of it is done."""
+    """Quantizes and splits a model; the output appears only once it is complete."""
     check_permutes(permutes)
     if key_file.absolute().is_relative_to(output.absolute()):
         raise InputError(
@@ -89,32 +105,31 @@ def protect(
             next_step="choose a place outside of it",
         )
     progress = Progress(quiet=quiet)
-    opened = resolve(recipe, progress)
-    recipe = opened.recipe
-    require_decoder(opened)
-    model = fingerprint(opened.source.config, opened.model_map, opened.weights)
+    resolved = resolve(recipe, progress)
+    recipe = resolved.recipe
+    require_decoder(resolved)
+    model = fingerprint(resolved.source.config, resolved.model_map, resolved.weights)
     with new_artifact(output, force=force) as partial:
         makes_key = not key_file.exists()
         key = create_key(key_file, model) if makes_key else open_key(key_file, model)
-        prepared = prepare(opened)
-        plan = prepared.plan
-        contents = contents_for(recipe, prepared.model_map, plan)
-        weights = in_secret_order(prepared.model_map, prepared.weights, key, permutes)
-        host, client = (
-            host_side(prepared.model_map, plan, contents),
-            client_side(prepared.model_map, plan, contents),
-        )
-        sizes: dict[str, Any] = {"total": recipe_weights(contents), "unit": "weights"}
-        with progress.stage("quantize and split", **sizes) as count:
-            limit = recipe.single_file_mb << 20
-            made = {HOST: write_host(host, weights, partial / HOST, recipe, limit, count)}
-            order_I = key.order("residual", prepared.model_map.hidden_size or 0)
-            made[CLIENT] = write_client(client, prepared.weights, partial / CLIENT, recipe, order_I, count)
-        write_companions(opened.source, prepared.model_map, partial / CLIENT)
+        prepared = prepare(resolved)
+        model_map, plan = prepared.model_map, prepared.plan
+        contents = contents_for(recipe, model_map, plan)
+        permuted = in_secret_order(model_map, prepared.weights, key, permutes)
+        order_I = key.order("residual", model_map.hidden_size or 0)
+        num_weights = sum(pack.out_features * pack.in_features for pack in contents.packs)
+        with progress.stage("quantize and split", total=num_weights, unit="weights") as count:
+            host = host_side(model_map, plan, contents)
+            client = client_side(model_map, plan, contents)
+            placements = {
+                HOST: write_host(host, permuted, partial / HOST, recipe, count),
+                CLIENT: write_client(client, prepared.weights, partial / CLIENT, recipe, order_I, count),
+            }
+        write_companions(resolved.source, model_map, partial / CLIENT)
         (partial / CLIENT / CONFIG_FILE).unlink(missing_ok=True)  # it describes a whole model
         (partial / CLIENT / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
         (partial / CLIENT).chmod(0o700)  # its order is as good as the key
-        write_manifests(partial, prepared.model_map, plan, made, recipe=recipe, permutes=permutes)
+        write_manifests(partial, model_map, plan, placements, recipe=recipe, permutes=permutes)
     discard(prepared)
     return Protected(
         folder=output,
@@ -122,14 +137,13 @@ def protect(
         makes_key=makes_key,
         permutes=tuple(name for name in PERMUTED if name in permutes),
         scheme=recipe.scheme,
-        num_planned={side: len(placement.projections) for side, placement in made.items()},
-        num_bytes={side: folder_bytes(output / side) for side in made},
-        bytes_per_token=4 * (prepared.model_map.hidden_size or 0),
+        num_planned={side: len(placement.projections) for side, placement in placements.items()},
+        num_bytes={side: folder_bytes(output / side) for side in placements},
+        bytes_per_token=4 * (model_map.hidden_size or 0),
     )
 
 
 def check_permutes(permutes: Collection[str]) -> None:
-    """Refuse what names no space, and a split without an order."""
     unknown = [name for name in permutes if name not in PERMUTED]
     if unknown or "residual" not in permutes:
         raise InputError(
@@ -141,10 +155,10 @@ def check_permutes(permutes: Collection[str]) -> None:
         )
 
 
-def require_decoder(opened: Resolved) -> None:
-    """Refuse what cannot be split, with the reason."""
-    recipe, model_map = opened.recipe, opened.model_map
-    if opened.kind != "decoder":
+def require_decoder(resolved: Resolved) -> None:
+    """Refuses models and recipes that cannot be split."""
+    recipe, model_map = resolved.recipe, resolved.model_map
+    if resolved.kind != "decoder":
         raise InputError(
             f"{model_map.architecture} is not written as a fused decoder, and only those are split",
             where=model_map.name,
@@ -164,32 +178,49 @@ def require_decoder(opened: Resolved) -> None:
         )
 
 
+def fingerprint(config: Mapping[str, Any], model_map: ModelMap, source: TensorSource) -> str:
+    """SHA-256 of a model's config, tensor shapes, and rows from both ends of every tensor.
+
+    Training changes every row, so the sampled rows distinguish models without a second read of all weights.
+    """
+    digest = hashlib.sha256()
+    settings = {name: value for name, value in config.items() if name not in FILE_SETTINGS}
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    names = {weight_name(layer) for layer in model_map.layers}
+    names |= {f"{layer.matrix}.bias" for layer in model_map.layers if layer.has_bias}
+    names |= {f"{table.tied_to or table.name}.weight" for table in model_map.embeddings}
+    names |= {f"{norm.name}.{part}" for norm in model_map.norms for part in ("weight", "bias")}
+    for name in sorted(name for name in names if source.has(name)):
+        shape = source.shape(name)
+        digest.update(f"{name}{shape}".encode())
+        is_sampled = len(shape) >= 2 and shape[0] > 2 * SAMPLED_ROWS
+        for start in (0, shape[0] - SAMPLED_ROWS) if is_sampled else (0,):
+            values = source.read(name, start, SAMPLED_ROWS if is_sampled else None)
+            digest.update(np.ascontiguousarray(values, np.float32).tobytes())
+    return digest.hexdigest()
+
+
 def in_secret_order(
     model_map: ModelMap,
     weights: TensorSource,
     key: Key,
     permutes: Collection[str],
-    **options: Any,
+    dtype: Any = np.float32,
 ) -> TransformedTensors:
-    """The weights with every chosen space in the order that the key gives it."""
+    """Weights with every chosen space permuted by the key."""
     kinds = [PERMUTED[name] for name in permutes]
     spaces = [
         space.name
         for space in require_spaces(model_map)
         if space.kind in kinds and "permutation" in space.permits
     ]
-    return permute(model_map, weights, spaces=spaces, orders=key.order, **options)[1]
+    return permute(model_map, weights, spaces=spaces, orders=key.order, dtype=dtype)[1]
 
 
 def contents_for(recipe: Recipe, model_map: ModelMap, plan: Plan) -> Contents:
-    """What the whole model would hold."""
+    """Contents of the unsplit model."""
     formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
     return contents_of(model_map, plan, formats, table_grid=SCHEMES[recipe.scheme].head.grid)
-
-
-def recipe_weights(contents: Contents) -> int:
-    """Weights of all projections, by which progress counts."""
-    return sum(pack.out_features * pack.in_features for pack in contents.packs)
 
 
 def write_host(
@@ -197,12 +228,11 @@ def write_host(
     weights: TensorSource,
     folder: Path,
     recipe: Recipe,
-    single_file_bytes: int,
     count: Callable[[int], None] = lambda _: None,
 ) -> Placement:
-    """The blocks as one graph; weights beside it once they are large."""
+    """Writes the blocks as one graph; large weights stay in a file of their own."""
     checkpoint = _write_weights(side, weights, folder, recipe, count)
-    keeps_outside = checkpoint.path.stat().st_size > single_file_bytes
+    keeps_outside = checkpoint.path.stat().st_size > recipe.single_file_mb << 20
     graph = emit_blocks(
         side.model_map,
         side.contents,
@@ -214,7 +244,7 @@ def write_host(
     save(graph, folder / MODEL_FILE)
     if not keeps_outside:
         checkpoint.path.unlink()
-    return require_done(side, (folder / MODEL_FILE,), recipe)
+    return _checked(side, recipe, folder / MODEL_FILE)
 
 
 def write_client(
@@ -223,19 +253,19 @@ def write_client(
     folder: Path,
     recipe: Recipe,
     order_I: Order,
-    count: Callable[[int], None] = lambda _: None,
+    count: Callable[[int], None],
 ) -> Placement:
-    """Two graphs that share one file of weights, since a tied table serves both."""
+    """Writes embedding and head as two graphs over one weights file, since a tied table serves both."""
     checkpoint = _write_weights(side, weights, folder, recipe, count)
     options: dict[str, Any] = {"target": TARGETS[recipe.target], "metadata": {"kind": CLIENT}}
     for name, emit in ((EMBEDDING_FILE, emit_embedding), (HEAD_FILE, emit_head)):
         save(emit(side.model_map, side.contents, checkpoint, order_I, **options), folder / name)
-    return require_done(side, (folder / EMBEDDING_FILE, folder / HEAD_FILE), recipe)
+    return _checked(side, recipe, folder / EMBEDDING_FILE, folder / HEAD_FILE)
 
 
 def _write_weights(
     side: Side, weights: TensorSource, folder: Path, recipe: Recipe, count: Callable[[int], None]
-) -> Any:
+) -> Checkpoint:
     folder.mkdir(parents=True, exist_ok=True)
     parts = quantized_parts(
         side.stored,
@@ -251,11 +281,11 @@ def _write_weights(
     )
 
 
-def require_done(side: Side, paths: tuple[Path, ...], recipe: Recipe) -> Placement:
-    """Every planned projection is an integer product of the side's files, and none besides."""
+def _checked(side: Side, recipe: Recipe, *paths: Path) -> Placement:
+    """Placement of a side's projections; every planned one must be an integer product, and no other."""
     placement = check_models(paths, side.plan, TARGETS[recipe.target])
-    wanted = {layer.name for layer in side.plan.layers if layer.quantized}
-    assert set(placement.projections) == wanted, "what was planned is not what was done"
+    quantized = {layer.name for layer in side.plan.layers if layer.quantized}
+    assert set(placement.projections) == quantized, "the files differ from the plan"
     return placement
 
 
@@ -263,24 +293,33 @@ def write_manifests(
     folder: Path,
     model_map: ModelMap,
     plan: Plan,
-    made: dict[str, Placement],
+    placements: Mapping[str, Placement],
     *,
     recipe: Recipe,
     permutes: Collection[str],
 ) -> None:
-    """The host's says how wide it is and nothing of what it serves; the client's knows its host by a hash."""
+    """Writes three manifests; the host's has no name of the model, the client's has a hash of the host."""
     host_files = hash_files(folder / HOST)
     pair = hashlib.sha256(json.dumps(host_files, sort_keys=True).encode()).hexdigest()
-    shared: dict[str, Any] = {"quantkit": quantkit.__version__, "pair": pair}
-    shared |= {"width": model_map.hidden_size, "context": context_of(model_map) or DEFAULT_CONTEXT}
+    shared: dict[str, Any] = {
+        "quantkit": quantkit.__version__,
+        "pair": pair,
+        "width": model_map.hidden_size,
+        "context": context_of(model_map) or DEFAULT_CONTEXT,
+    }
+    client = {
+        "model": model_map.name,
+        "scheme": recipe.scheme,
+        "permutes": sorted(permutes),
+        "plan": to_json(plan),
+        "integer_operators": {side: placement.integer_operators for side, placement in placements.items()},
+    }
     _write_json(folder / HOST / MANIFEST, {"kind": HOST, **shared, "files": host_files})
-    client: dict[str, Any] = {"kind": CLIENT, **shared, "model": model_map.name, "scheme": recipe.scheme}
-    client |= {"permutes": sorted(permutes), "plan": to_json(plan)}
-    client |= {"integer_operators": {side: placement.integer_operators for side, placement in made.items()}}
-    _write_json(folder / CLIENT / MANIFEST, {**client, "files": hash_files(folder / CLIENT)})
-    whole = {"kind": "protected", "sides": [HOST, CLIENT], "files": hash_files(folder)}
-    _write_json(folder / MANIFEST, whole)
+    files = hash_files(folder / CLIENT)
+    _write_json(folder / CLIENT / MANIFEST, {"kind": CLIENT, **shared, **client, "files": files})
+    sides = {"kind": "protected", "sides": [HOST, CLIENT], "files": hash_files(folder)}
+    _write_json(folder / MANIFEST, sides)
 
 
-def _write_json(path: Path, document: dict[str, Any]) -> None:
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,151 +1,104 @@
-"""The messages between a client and a host of a split model: a header of 32 bytes, then numbers.
+"""Messages between the client and the host of a split model: safetensors documents over a WebSocket.
 
-Every length is in the header and checked before anything is read or computed. docs/protocol.md describes it
-for other implementations.
+A message holds fields (the opening, its reply, a refusal) or one tensor, `features` [tokens, width] in
+float32 or float16, and nothing else. The connection is the session: one text and one KV cache, freed when the
+connection ends. WebSocket (RFC 6455) is chosen over one HTTP request per token: the server notices the end of
+a connection between two tokens, and a token costs a tenth of the time (docs/decisions/002-dependencies.md).
+docs/protocol.md is the specification for other implementations.
 """
 
 from __future__ import annotations
 
-import struct
+import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-Floats = NDArray[np.float32]
-MAGIC, VERSION = b"QKPF", 1
-HEADER = struct.Struct("<4sHHQIIHHI")
-PATH = "/v1/"
-PAIR_BYTES = 32
-LONGEST_WORDS = 200  # of an error
+from quantkit.errors import InputError
 
-
-class Kind(IntEnum):
-    """What a message asks for; a reply repeats it."""
-
-    OPEN = 1
-    PREFILL = 2
-    STEP = 3
-    CLOSE = 4
+VERSION = "2"
+PATH = f"/v{VERSION}"
+FEATURES = "features"
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16}
+MAX_WORDS = 200  # characters of a refusal
+SILENT = logging.Logger("quantkit.private", level=logging.CRITICAL + 1)  # tracebacks could show features
 
 
-class Status(IntEnum):
-    """How it went."""
+class Status(StrEnum):
+    """Reason of a refusal."""
 
-    OK = 0
-    BAD_MESSAGE = 1
-    UNAUTHORIZED = 2
-    NO_SESSION = 3
-    TOO_LARGE = 4
-    OTHER_MODEL = 5
-    NO_ROOM = 6
-    CACHE_FULL = 7
-    FAILED = 8
-
-
-HTTP_CODES: dict[Status, int] = {
-    Status.OK: 200,
-    Status.BAD_MESSAGE: 400,
-    Status.UNAUTHORIZED: 401,
-    Status.NO_SESSION: 404,
-    Status.TOO_LARGE: 413,
-    Status.OTHER_MODEL: 409,
-    Status.NO_ROOM: 503,
-    Status.CACHE_FULL: 409,
-    Status.FAILED: 500,
-}
-NO_NUMBERS = 0
-NUMBER_TYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
-NAMED_TYPES: dict[str, int] = {"float32": 1, "float16": 2}
-ROUTES: dict[str, Kind] = {f"{PATH}{kind.name.lower()}": kind for kind in Kind}
+    BAD_MESSAGE = "bad_message"
+    OTHER_MODEL = "other_model"
+    NO_ROOM = "no_room"
+    CACHE_FULL = "cache_full"
+    FAILED = "failed"
 
 
 class ProtocolError(Exception):
-    """A message that is refused, with a few words that name nothing of what it held."""
+    """A refused message; its words repeat nothing of the message's content."""
 
     def __init__(self, status: Status, words: str) -> None:
-        """Status and words."""
         super().__init__(words)
         self.status = status
-        self.words = words[:LONGEST_WORDS]
+        self.words = words[:MAX_WORDS]
+
+
+def fields_message(fields: Mapping[str, str]) -> bytes:
+    return save({}, dict(fields))
+
+
+def refusal_message(error: ProtocolError) -> bytes:
+    return fields_message({"status": error.status, "words": error.words})
+
+
+def features_message(features_TI: NDArray[np.floating[Any]], dtype: Any) -> bytes:
+    return save({FEATURES: np.ascontiguousarray(features_TI, dtype)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """What stands in front of every message."""
-
-    kind: int
-    session: int = 0
-    tokens: int = 0  # rows of the payload; of OPEN how many the cache shall hold
-    width: int = 0
-    number_type: int = NO_NUMBERS
-    status: int = Status.OK
-    num_bytes: int = 0  # of the payload
-
-    def pack(self) -> bytes:
-        """As bytes."""
-        return HEADER.pack(
-            MAGIC, VERSION, self.kind, self.session, self.tokens, self.width,
-            self.number_type, self.status, self.num_bytes,
-        )  # fmt: skip
+class Message:
+    fields: dict[str, str]
+    tensors: dict[str, NDArray[Any]]
 
 
-def read_header(data: bytes) -> Header:
-    """A header, if these are one."""
-    if len(data) != HEADER.size:
-        raise ProtocolError(Status.BAD_MESSAGE, f"a header has {HEADER.size} bytes, and {len(data)} came")
-    magic, version, kind, session, tokens, width, number_type, status, num_bytes = HEADER.unpack(data)
-    if magic != MAGIC:
-        raise ProtocolError(Status.BAD_MESSAGE, "not a message of this protocol")
-    if version != VERSION:
-        raise ProtocolError(Status.BAD_MESSAGE, f"version {version} of the protocol; this is {VERSION}")
-    return Header(
-        kind=kind,
-        session=session,
-        tokens=tokens,
-        width=width,
-        number_type=number_type,
-        status=status,
-        num_bytes=num_bytes,
-    )
+def read_message(message: bytes | str) -> Message:
+    """A well-formed message; any other is refused."""
+    if isinstance(message, str):
+        raise ProtocolError(Status.BAD_MESSAGE, "a text message, where a safetensors document belongs")
+    try:
+        tensors = load(message)  # checks names, types, shapes and offsets against the length
+        header = json.loads(message[8 : 8 + int.from_bytes(message[:8], "little")])
+    except (SafetensorError, ImportError, KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(Status.BAD_MESSAGE, "not a safetensors document") from error
+    return Message(fields=header.get("__metadata__") or {}, tensors=tensors)
 
 
-def features_message(kind: Kind, session: int, features_TI: Floats, number_type: int) -> bytes:
-    """Rows of features with their header."""
-    payload = np.ascontiguousarray(features_TI, NUMBER_TYPES[number_type]).tobytes()
-    tokens, width = features_TI.shape
-    header = Header(
-        kind=kind,
-        session=session,
-        tokens=tokens,
-        width=width,
-        number_type=number_type,
-        num_bytes=len(payload),
-    )
-    return header.pack() + payload
-
-
-def check_features(header: Header, *, width: int, most_tokens: int) -> None:
-    """Refuse a header whose numbers do not fit each other or this model, before its payload is read."""
-    if header.number_type not in NUMBER_TYPES:
-        raise ProtocolError(Status.BAD_MESSAGE, f"numbers of type {header.number_type}")
-    if header.width != width:
-        raise ProtocolError(Status.BAD_MESSAGE, f"features of width {header.width}; this model's are {width}")
-    if not 1 <= header.tokens <= most_tokens:
-        raise ProtocolError(Status.BAD_MESSAGE, f"{header.tokens} tokens; allowed are 1 to {most_tokens}")
-    size = header.tokens * header.width * NUMBER_TYPES[header.number_type].itemsize
-    if header.num_bytes != size:
-        raise ProtocolError(Status.BAD_MESSAGE, f"{header.num_bytes} bytes of payload, where {size} belong")
-
-
-def read_features(header: Header, payload: bytes) -> Floats:
-    """Rows of a checked message; what is not a number is refused."""
-    if len(payload) != header.num_bytes:
-        raise ProtocolError(Status.BAD_MESSAGE, f"{len(payload)} of {header.num_bytes} bytes came")
-    rows = np.frombuffer(payload, NUMBER_TYPES[header.number_type]).reshape(header.tokens, header.width)
-    features_TI = rows.astype(np.float32)
-    if not np.isfinite(features_TI).all():
+def features_of(message: Message, *, width: int, max_tokens: int) -> NDArray[np.floating[Any]]:
+    """The features [tokens, width] of a message that holds nothing else, in the type they were sent in."""
+    if message.fields or set(message.tensors) != {FEATURES}:
+        raise ProtocolError(Status.BAD_MESSAGE, f"a message without exactly one tensor '{FEATURES}'")
+    features = message.tensors[FEATURES]
+    if features.dtype not in (np.float32, np.float16):
+        raise ProtocolError(Status.BAD_MESSAGE, f"features in {features.dtype}; allowed: {', '.join(DTYPES)}")
+    if features.ndim != 2 or features.shape[1] != width:
+        raise ProtocolError(Status.BAD_MESSAGE, f"features of shape {features.shape}; their width is {width}")
+    if not 1 <= len(features) <= max_tokens:
+        raise ProtocolError(Status.BAD_MESSAGE, f"{len(features)} tokens; allowed: 1 to {max_tokens}")
+    if not np.isfinite(features).all():
         raise ProtocolError(Status.BAD_MESSAGE, "features that are not finite")
-    return features_TI
+    return features
+
+
+def missing_library() -> InputError:
+    return InputError(
+        "the package 'websockets' is missing",
+        where="the connection between client and host",
+        next_step="pip install 'quantkit-onnx[private]'",
+    )

@@ -36,6 +36,7 @@ LIBRARIES = {  # the one room that imports it
     "yaml": "recipe.py",
     "typer": "cli",
     "lm_eval": "evaluation/lm_eval",
+    "websockets": "private",
 }
 TORCH_FREE = ("recipe", "errors", "progress", "plan", "runtime", "evaluation", "report", "cli")
 # Names under which anything could lie, so that in time everything does.

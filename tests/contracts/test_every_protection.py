@@ -11,7 +11,7 @@ import pytest
 import torch
 from doubles import InDouble, logits_of, subject
 from exporting import DECODERS, build_tiny, decoder_cases, error
-from protecting import ALL, orderless, split, split_run, whole_run
+from protecting import ALL, orderless, split, split_run, whole_run, whole_text
 
 from quantkit.export.fused.split import read_blocks
 from quantkit.model.families import FAMILIES
@@ -19,7 +19,7 @@ from quantkit.model.inspect import inspect
 from quantkit.model.model_map import Role
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.private.client.model import open_client
-from quantkit.private.host.model import open_host, whole_text
+from quantkit.private.host.model import open_host
 from quantkit.private.keys import Key
 from quantkit.private.protect import in_secret_order
 from quantkit.quantization.transforms.spaces import spaces_of
@@ -117,9 +117,9 @@ def test_in_blocks_it_is_as_accurate_as_unprotected(name, sizes, tmp_path):
     assert np.abs(made - original).mean() < 1.5 * np.abs(whole - original).mean()
     # Token by token through the cache it says what it says at once. A sum in another order turns a code, and
     # on some processors in the first layer: all that follows moves, by less than the rounding moved it.
-    number, steps = host.open(IDS.shape[1]), []
-    steps.append(host.advance(number, features[0, :8]))
-    steps += [host.advance(number, features[0, place : place + 1]) for place in range(8, IDS.shape[1])]
+    session = host.open(IDS.shape[1])
+    chunks = [features[0, :8], *features[0, 8:, None]]
+    steps = [session.advance(chunk) for chunk in chunks]
     stepped = client.logits(np.stack(steps))[:, 0]
     off = [np.abs(each - original[0, 7:]).mean() for each in (stepped, whole[0, 7:])]
     assert off[0] < 2 * off[1]

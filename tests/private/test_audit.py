@@ -13,8 +13,14 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
 from quantkit.private import audit as audit_module
-from quantkit.private.audit import attack, audit
-from quantkit.private.matching import nearest, nearest_in_heads, sorted_values, unit_rows
+from quantkit.private.audit import (
+    attack,
+    audit,
+    nearest,
+    nearest_in_heads,
+    sorted_values,
+    unit_rows,
+)
 from quantkit.recipe import Recipe, override
 
 pytestmark = pytest.mark.once
@@ -100,7 +106,7 @@ def test_another_models_weights_recover_nothing(attacked, monkeypatch):
     folder, pair = attacked
     source, model_map = open_source(str(folder / "model")), inspect(str(folder / "model"))
     others = open_weights(source, model_map, random_weights=True, seed=5)
-    monkeypatch.setattr(audit_module, "LEAST_AGREEMENT", -1.0)  # which would say that this key is wrong
+    monkeypatch.setattr(audit_module, "MIN_AGREEMENT", -1.0)  # which would say that this key is wrong
     found = attack(model_map, others, pair.host / "model.onnx", pair.key, ALL, weights="others")
     for each in found:
         assert each.by_known_rows < 0.1, each

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import socket
-import struct
 import time
 
 import numpy as np
 import pytest
-from serving import HEADER, Header, http_reply, impostor, read_request
+from safetensors.numpy import save
+from serving import http_reply, impostor, lying_host
 
 from quantkit.errors import InputError
 from quantkit.private.client.connection import connect, split_url
-from quantkit.private.protocol import Kind, Status, features_message
+from quantkit.private.protocol import ProtocolError, Status, features_message, fields_message, refusal_message
 
 pytestmark = pytest.mark.once
 WIDTH = 16
-OPENED = Header(kind=Kind.OPEN, session=5, tokens=9, width=WIDTH).pack()
-RIGHT = features_message(Kind.STEP, 5, np.ones((1, WIDTH), np.float32), 1)
+ONES = np.ones((1, WIDTH), np.float32)
+OPENED = {"version": "2", "pair": "00" * 32, "width": str(WIDTH), "capacity": "9"}
 
 
 def opened(url, **options):
@@ -25,64 +25,10 @@ def opened(url, **options):
     return connect(url, **{**given, **options})
 
 
-def sending(data):
-    return lambda plain: plain.sendall(data)
-
-
-def trickling(data):
-    def answer(plain):
-        for place in range(len(data)):
-            plain.sendall(data[place : place + 1])
-            time.sleep(0.1)
-
-    return answer
-
-
-def refusing(status, words, code=400):
-    return http_reply(Header(kind=0, status=status, num_bytes=len(words)).pack() + words, code=code)
-
-
-BAD_OPENINGS = {
-    "nothing": (lambda plain: None, "not HTTP|connection failed"),
-    "not HTTP": (sending(b"\x00\xff" * 300), "not HTTP"),
-    "a page": (sending(http_reply(b"<html>" + b"x" * 100)), "not a message of this protocol"),
-    "no length": (sending(b"HTTP/1.1 200 OK\r\n\r\n" + OPENED), "does not say how long"),
-    "chunks": (
-        sending(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n" + OPENED + b"\r\n0\r\n\r\n"),
-        "does not say how long",
-    ),
-    "too long": (sending(http_reply(OPENED, length=1 << 40)), "too long"),
-    "much too long": (sending(http_reply(OPENED, length="9" * 5000)), "too long"),
-    "a negative length": (sending(http_reply(OPENED, length=-1)), "does not say how long"),
-    "cut off": (sending(http_reply(OPENED[:20], length=32)), "cut off"),
-    "a short header": (sending(http_reply(OPENED[:20])), "a header has 32 bytes"),
-    "another version": (sending(http_reply(OPENED[:4] + b"\x07\x00" + OPENED[6:])), "version 7"),
-    "endless headers": (sending(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 5000), "not HTTP|connection failed"),
-    "a long header": (
-        sending(b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200000 + b"\r\n\r\n"),
-        "not HTTP|connection failed",
-    ),
-    "silence": (lambda plain: time.sleep(1.5), "no reply in time"),
-    "a trickle": (trickling(http_reply(OPENED)), "no reply in time"),
-    "a session of no number": (sending(http_reply(Header(kind=1, width=WIDTH).pack())), "opens no session"),
-    "another width": (sending(http_reply(Header(kind=1, session=5, width=8).pack())), "opens no session"),
-    "another answer": (sending(http_reply(RIGHT)), "answers something else"),
-    "a refusal": (
-        sending(refusing(Status.OTHER_MODEL, b"this host belongs to another client")),
-        "another client",
-    ),
-    "a refusal with a trap": (sending(refusing(Status.FAILED, b"\x1b[2J\nboo" + b"x" * 150)), r"\?\[2J\?boo"),
-    "an unknown refusal": (sending(refusing(77, b"whatever")), "HTTP 400"),
-    "an error without words": (sending(http_reply(OPENED, code=500)), "HTTP 500"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_OPENINGS)
-def test_a_wrong_answer_to_opening_is_one_line(name):
-    answer, reason = BAD_OPENINGS[name]
+def expect_one_line(reason, url, act):
     begin = time.monotonic()
-    with impostor(answer) as url, pytest.raises(InputError, match=reason) as raised:
-        opened(url)
+    with pytest.raises(InputError, match=reason) as raised:
+        act()
     line = str(raised.value)
     assert "\n" not in line
     assert "\x1b" not in line
@@ -92,60 +38,160 @@ def test_a_wrong_answer_to_opening_is_one_line(name):
     assert time.monotonic() - begin < 4
 
 
-def answering(reply):
-    """Opens a session rightly, and answers whatever follows with this."""
-
-    def answer(plain: socket.socket):
-        plain.sendall(http_reply(OPENED))
-        read_request(plain)
-        plain.sendall(reply)
-        time.sleep(0.05)
-
-    return answer
+def writing(data):
+    return lambda plain: plain.sendall(data)
 
 
-def step_header(**changes):
-    given = {"kind": Kind.STEP, "session": 5, "tokens": 1, "width": WIDTH, "number_type": 1}
-    return Header(**{**given, "num_bytes": 4 * WIDTH, **changes}).pack()
+def trickle(plain, data):
+    for place in range(len(data)):
+        plain.sendall(data[place : place + 1])
+        time.sleep(0.1)
 
 
-NAN = struct.pack("<16f", *([1.0] * 15), float("nan"))
+NO_WEBSOCKET = "opens no WebSocket|connection failed"
+BAD_HANDSHAKES = {
+    "nothing": (lambda plain: None, NO_WEBSOCKET),
+    "not HTTP": (writing(b"\x00\xff" * 300), NO_WEBSOCKET),
+    "a page": (writing(http_reply(b"<html>" + b"x" * 100)), "HTTP 200"),
+    "an error": (writing(http_reply(b"boo\x1b", code=500)), "HTTP 500"),
+    "much too long": (writing(http_reply(b"", length="9" * 5000)), NO_WEBSOCKET),
+    "cut off": (writing(http_reply(b"x", length=32)), NO_WEBSOCKET),
+    "no key": (
+        writing(b"HTTP/1.1 101 X\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"),
+        NO_WEBSOCKET,
+    ),
+    "another place": (
+        writing(http_reply(b"", code=302, more="Location: ws://127.0.0.1:1/\r\n")),
+        f"HTTP 302|{NO_WEBSOCKET}",
+    ),
+    "a wrong token": (writing(http_reply(b"", code=401)), "wrong token; next: give the host's --token-file"),
+    "endless headers": (writing(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 5000), NO_WEBSOCKET),
+    "a long header": (writing(b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200000 + b"\r\n\r\n"), NO_WEBSOCKET),
+    "silence": (lambda plain: time.sleep(1.5), "no reply in time"),
+    "a trickle": (lambda plain: trickle(plain, http_reply(b"")), "no reply in time"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HANDSHAKES)
+def test_a_wrong_handshake_is_one_line(name):
+    answer, reason = BAD_HANDSHAKES[name]
+    with impostor(answer) as url:
+        expect_one_line(reason, url, lambda: opened(url))
+
+
+def sending(message):
+    return lambda connection: connection.send(message)
+
+
+def refusing(status, words):
+    error = ProtocolError(Status.FAILED, words)
+    error.status = status
+    return sending(refusal_message(error))
+
+
+def raw_frame(message, *, length=None):
+    """The start of a frame and this much of its content."""
+    return bytes([0x82, len(message) if length is None else length]) + message
+
+
+WRONG = "its reply is wrong"
+BAD_ANSWERS = {  # to an opening and to a step alike
+    "a text": (sending("hello"), WRONG),
+    "noise": (sending(b"\x00\xff" * 300), WRONG),
+    "an empty message": (sending(b""), WRONG),
+    "a promise of a long header": (sending(b"\xff" * 7 + b"\x0f" + bytes(20)), WRONG),
+    "too long": (sending(bytes(1 << 20)), "its reply is too long"),
+    "silence": (lambda connection: time.sleep(1.5), "no reply in time"),
+    "a trickle": (lambda connection: trickle(connection.socket, raw_frame(bytes(100))), "no reply in time"),
+    "cut off": (
+        lambda connection: (
+            connection.socket.sendall(raw_frame(b"xxx", length=100)),
+            connection.socket.shutdown(socket.SHUT_RDWR),
+        ),
+        "the host closed it",
+    ),
+    "no frame": (lambda connection: connection.socket.sendall(b"\xff" * 50), "connection failed"),
+    "an end": (lambda connection: connection.close(), "the host closed it"),
+    "an end for size": (lambda connection: connection.close(1009), "too large.*--max-message-mb"),
+    "a refusal": (refusing(Status.OTHER_MODEL, "this host belongs to another client"), "another client"),
+    "a refusal with a trap": (refusing(Status.FAILED, "\x1b[2J\nboo" + "x" * 150), r"\?\[2J\?boo"),
+    "an unknown refusal": (refusing("whatever", "because"), "because"),
+    "a refusal without words": (sending(fields_message({"status": "failed"})), "without a reason"),
+}
+BAD_OPENINGS = {
+    **BAD_ANSWERS,
+    "features": (sending(features_message(ONES, np.float32)), "opens no session"),
+    "no fields": (sending(fields_message({})), f"{WRONG}|opens no session"),
+    "another version": (sending(fields_message({**OPENED, "version": "3"})), "opens no session"),
+    "another width": (sending(fields_message({**OPENED, "width": "8"})), "opens no session"),
+    "a tensor beside it": (sending(save({"features": ONES}, metadata=OPENED)), "opens no session"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENINGS)
+def test_a_wrong_answer_to_opening_is_one_line(name):
+    answer, reason = BAD_OPENINGS[name]
+    with lying_host(answer) as url:
+        expect_one_line(reason, url, lambda: opened(url))
+
+
+def with_value(value):
+    features_TI = ONES.copy()
+    features_TI[0, -1] = value
+    return features_TI
+
+
 BAD_STEPS = {
-    "no numbers": (http_reply(step_header(num_bytes=0, number_type=0)), "numbers of type 0"),
-    "too many tokens": (http_reply(step_header(tokens=2) + bytes(64)), "2 tokens"),
-    "another width": (http_reply(step_header(width=15) + bytes(64)), "features of width 15"),
-    "too few bytes": (http_reply(step_header() + bytes(60)), "do not agree"),
-    "too many bytes": (
-        http_reply(step_header(num_bytes=800) + bytes(800)),
-        "features of width|where 64 belong",
-    ),
-    "far too many bytes": (http_reply(step_header(num_bytes=9000) + bytes(9000)), "too long"),
-    "cut off": (http_reply(step_header() + bytes(10), length=96), "cut off"),
-    "no number": (http_reply(step_header() + NAN), "not finite"),
-    "another session's": (http_reply(step_header(session=6) + bytes(64)), "answers something else"),
-    "another kind": (http_reply(step_header(kind=Kind.PREFILL) + bytes(64)), "answers something else"),
-    "a full cache": (
-        refusing(Status.CACHE_FULL, b"the cache holds 9 tokens", 409),
-        "holds 9 tokens.*shorten",
-    ),
+    **BAD_ANSWERS,
+    "fields": (sending(fields_message(OPENED)), WRONG),
+    "fields beside features": (sending(save({"features": ONES}, metadata={"a": "b"})), WRONG),
+    "another name": (sending(save({"feature": ONES})), WRONG),
+    "another tensor beside it": (sending(save({"features": ONES, "x": ONES})), WRONG),
+    "integers": (sending(save({"features": ONES.astype(np.int32)})), "features in int32"),
+    "doubles": (sending(save({"features": ONES.astype(np.float64)})), "features in float64"),
+    "no tokens": (sending(save({"features": ONES[:0]})), "0 tokens"),
+    "two tokens": (sending(save({"features": np.ones((2, WIDTH), np.float32)})), "2 tokens"),
+    "another width": (sending(save({"features": ONES[:, 1:].copy()})), r"shape \(1, 15\)"),
+    "one axis": (sending(save({"features": ONES[0]})), r"shape \(16,\)"),
+    "truncated": (sending(features_message(ONES, np.float32)[:-4]), WRONG),
+    "extended": (sending(features_message(ONES, np.float32) + bytes(4)), WRONG),
+    "not a number": (sending(save({"features": with_value(np.nan)})), "not finite"),
+    "infinite": (sending(save({"features": with_value(np.inf)})), "not finite"),
+    "a full cache": (refusing(Status.CACHE_FULL, "the cache holds 9 tokens"), "holds 9 tokens.*shorten"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_STEPS)
 def test_a_wrong_answer_to_a_step_is_one_line(name):
-    reply, reason = BAD_STEPS[name]
-    with impostor(answering(reply)) as url:
+    answer, reason = BAD_STEPS[name]
+    with lying_host(sending(fields_message(OPENED)), answer) as url:
         session = opened(url)
-        with pytest.raises(InputError, match=reason):
-            session.advance(np.ones((1, WIDTH), np.float32))
+        expect_one_line(reason, url, lambda: session.advance(ONES))
         session.close()
 
 
-def test_a_right_answer_is_read():
-    with impostor(answering(http_reply(RIGHT))) as url:
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_right_answer_is_read(dtype):
+    answers = sending(fields_message(OPENED)), sending(features_message(ONES, dtype))
+    with lying_host(*answers) as url:
         session = opened(url)
-        assert (session.advance(np.zeros((1, WIDTH), np.float32)) == 1).all()
-        assert session.bytes_received == 2 * HEADER.size + 4 * WIDTH
+        features_TI = session.advance(np.zeros((1, WIDTH), np.float32))
+        assert features_TI.dtype == np.float32
+        assert (features_TI == 1).all()
+        sizes = len(fields_message(OPENED)), len(features_message(ONES, dtype))
+        assert session.bytes_received == sum(sizes)
+        session.close()
+
+
+def test_a_host_that_reads_nothing_is_given_up():
+    def deaf(connection):
+        with connection.recv_flow_control:  # as long as this is held, nothing is read from the socket
+            time.sleep(2.5)
+
+    prompt_TI = np.ones((1 << 19, WIDTH), np.float32)  # 32 MB, more than any buffer between both
+    with lying_host(sending(fields_message(OPENED)), deaf) as url:
+        session = opened(url)
+        expect_one_line("no reply in time|the host closed it", url, lambda: session.advance(prompt_TI))
         session.close()
 
 

@@ -184,7 +184,7 @@ def test_weights_beside_the_graph_say_no_more_than_those_inside(tmp_path):
         assert secret not in b"".join(files.values())
     host = open_host(pair.host, threads=1)
     client = open_client(pair.client, threads=1)
-    assert np.isfinite(host.advance(host.open(4), client.embed(np.array([5, 6, 7]), 0))).all()
+    assert np.isfinite(host.open(4).advance(client.embed(np.array([5, 6, 7]), 0))).all()
 
 
 def test_both_sides_are_planned_and_done(tmp_path):

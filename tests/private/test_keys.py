@@ -18,7 +18,8 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.private.keys import Key, create_key, fingerprint, open_key
+from quantkit.private.keys import Key, create_key, open_key
+from quantkit.private.protect import fingerprint
 
 pytestmark = pytest.mark.once
 MODEL = "ab" * 32

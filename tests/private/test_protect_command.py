@@ -153,7 +153,6 @@ def test_what_protect_refuses(case, place, tmp_path):
         "output": tmp_path / "out",
         "min_dim": "1",
         "permute": "residual",
-        "force": False,
         "as_json": True,
         **changes,
     }
@@ -169,13 +168,26 @@ def test_what_protect_refuses(case, place, tmp_path):
 
 def test_a_host_needs_neither_torch_nor_transformers(place):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom quantkit.cli import serve_host\n"
-        "from quantkit.private.host import server, model as host_model\n"
-        f"host_model.open_host(Path({str(place / 'out' / 'host')!r}), threads=1)\n"
+        "import sys\nfrom pathlib import Path\nimport quantkit.cli.serve_host\n"
+        "from quantkit.private.host import model, server\n"
+        f"model.open_host(Path({str(place / 'out' / 'host')!r}), threads=1)\n"
         "print({'torch', 'transformers', 'onnx', 'pydantic'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_both_sides_name_the_extra_that_is_missing(place):
+    """Without the package that carries the messages."""
+    code = "import sys; sys.modules['websockets'] = None; from quantkit.cli import main; sys.exit(main())"
+    host, client = place / "out" / "host", place / "out" / "client"
+    for arguments in (["serve-host", host], ["generate", client, "--host", "http://127.0.0.1:9", "a"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "pip install 'quantkit-onnx[private]'" in done.stderr
 
 
 def test_a_damaged_host_is_one_line(place, tmp_path):

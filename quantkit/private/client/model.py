@@ -1,4 +1,4 @@
-"""The client of a split model: words to features, features to the next word, and a host for all between."""
+"""Client of split inference: embedding and head run here, the blocks on the host."""
 
 from __future__ import annotations
 
@@ -12,154 +12,130 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, Half, read_half
+from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, SideManifest, read_side
 from quantkit.private.host.model import FEATURES, NEW_FEATURES, Host
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.graph import open_graph
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 
+class HostedText(Protocol):
+    """One text's session with a host, in this process or another."""
 
-class Session(Protocol):
-    """One text's place at a host, wherever that is."""
+    def advance(self, features_TI: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Runs the blocks on the next tokens' features; features of the last token, [1, width]."""
 
-    def advance(self, features_TI: Floats) -> Floats:
-        """The next tokens' features; the last one's come back, [1, width]."""
-
-    def close(self) -> None:
-        """Free the place."""
+    def close(self) -> None: ...
 
 
 class Opener(Protocol):
-    """How a client comes by sessions."""
-
-    def __call__(self, *, pair: str, width: int, capacity: int) -> Session:
-        """A place for so many tokens."""
+    def __call__(self, *, pair: str, width: int, capacity: int) -> HostedText:
+        """A session with room for `capacity` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """Open tables and head."""
+    """Open embedding and head."""
 
     embedding: Any
     head: Any
-    half: Half
+    manifest: SideManifest
     vocab_size: int
     has_positions: bool
 
-    def embed(self, ids_T: Ints, first: int) -> Floats:
-        """Features of tokens that stand at `first` and after it."""
+    def embed(self, ids_T: NDArray[np.int64], first: int) -> NDArray[np.float32]:
+        """Features [tokens, width] of tokens from position `first` on."""
         feeds = {"input_ids": np.ascontiguousarray(ids_T[None], np.int64)}
         if self.has_positions:
             feeds["position_ids"] = np.arange(first, first + len(ids_T), dtype=np.int64)[None]
-        features_TI: Floats = self.embedding.run([FEATURES], feeds)[0][0]
+        features_TI: NDArray[np.float32] = self.embedding.run([FEATURES], feeds)[0][0]
         return features_TI
 
-    def logits(self, features_BTI: Floats) -> Floats:
-        """Scores of every token after each of these features."""
-        made: Floats = self.head.run(["logits"], {NEW_FEATURES: np.ascontiguousarray(features_BTI)})[0]
-        return made
+    def logits(self, features_BTI: NDArray[np.float32]) -> NDArray[np.float32]:
+        logits_BTV: NDArray[np.float32] = self.head.run(
+            ["logits"], {NEW_FEATURES: np.ascontiguousarray(features_BTI)}
+        )[0]
+        return logits_BTV
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalSession:
-    """A place at a host in this process."""
-
-    host: Host
-    number: int
-
-    def advance(self, features_TI: Floats) -> Floats:
-        """Without a connection."""
-        return self.host.advance(self.number, features_TI)
-
-    def close(self) -> None:
-        """Free the place."""
-        self.host.close(self.number)
-
-
-def local(host: Host) -> Opener:
+def in_process(host: Host) -> Opener:
     """Sessions with a host in this process."""
 
-    def opener(*, pair: str, width: int, capacity: int) -> Session:
-        assert bytes.fromhex(pair) == host.pair, "a client of another model"
-        assert width == host.width, (width, host.width)
-        return LocalSession(host=host, number=host.open(capacity))
+    def opener(*, pair: str, width: int, capacity: int) -> HostedText:
+        assert (pair, width) == (host.pair, host.width), "a client of another model"
+        return host.open(capacity)
 
     return opener
 
 
 def open_client(folder: Path, *, threads: int | None = None) -> Client:
-    """Open a client's folder."""
-    half = read_half(folder, CLIENT)
+    manifest = read_side(folder, CLIENT)
     embedding = open_graph(folder / EMBEDDING_FILE, threads=1)  # a few rows of a table
     head = open_graph(folder / HEAD_FILE, threads=threads, spins=False)  # the host's turn comes next
     return Client(
         embedding=embedding,
         head=head,
-        half=half,
+        manifest=manifest,
         vocab_size=int(head.get_outputs()[0].shape[-1]),
-        has_positions="position_ids" in {each.name for each in embedding.get_inputs()},
+        has_positions="position_ids" in {value.name for value in embedding.get_inputs()},
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectedClient:
-    """A client, and the way to its host; what it opened there is closed with `opened`."""
+    """A client with its host; the sessions close with `stack`."""
 
     client: Client
     opener: Opener
-    opened: ExitStack
+    stack: ExitStack
 
     @property
     def vocab_size(self) -> int:
         return self.client.vocab_size
 
     def begin(self, prompts: Sequence[Sequence[int]], num_new: int) -> ClientBatch:
-        """A session at the host for every prompt."""
+        manifest = self.client.manifest
         longest = max(len(prompt) for prompt in prompts) + num_new
-        half = self.client.half
-        if longest > half.context:
+        if longest > manifest.context:
             raise InputError(
                 f"{longest} tokens of prompt and answer are more than the model's context",
                 where="length",
-                allowed=f"up to {half.context} tokens together",
+                allowed=f"up to {manifest.context} tokens together",
                 next_step="shorten the prompt or ask for fewer new tokens",
             )
         sessions = []
         for prompt in prompts:
-            session = self.opener(pair=half.pair, width=half.width, capacity=len(prompt) + num_new)
-            self.opened.callback(session.close)
+            session = self.opener(pair=manifest.pair, width=manifest.width, capacity=len(prompt) + num_new)
+            self.stack.callback(session.close)
             sessions.append(session)
         return ClientBatch(client=self.client, prompts=prompts, sessions=sessions)
 
 
 @dataclass(kw_only=True, slots=True)
 class ClientBatch:
-    """Prompts, each with its session at the host and the features of its last token."""
+    """Prompts, each with its session, its length and the features of its last token."""
 
     client: Client
     prompts: Sequence[Sequence[int]]
-    sessions: Sequence[Session]
-    features: list[Floats] = field(default_factory=list)
+    sessions: Sequence[HostedText]
     lengths: list[int] = field(default_factory=list)
+    features: list[NDArray[np.float32]] = field(default_factory=list)
 
-    def read(self) -> Floats:
+    def read(self) -> NDArray[np.float32]:
+        self.lengths = [len(prompt) for prompt in self.prompts]
         self.features = [
             session.advance(self.client.embed(np.asarray(prompt, np.int64), 0))
             for session, prompt in zip(self.sessions, self.prompts, strict=True)
         ]
-        self.lengths = [len(prompt) for prompt in self.prompts]
         return self._logits()
 
-    def step(self, tokens: Ints, open_rows: Sequence[int]) -> Floats:
+    def step(self, tokens: NDArray[np.int64], open_rows: Sequence[int]) -> NDArray[np.float32]:
         for row in open_rows:
             features_TI = self.client.embed(tokens[row : row + 1], self.lengths[row])
             self.features[row] = self.sessions[row].advance(features_TI)
             self.lengths[row] += 1
         return self._logits()
 
-    def _logits(self) -> Floats:
+    def _logits(self) -> NDArray[np.float32]:
         return self.client.logits(np.stack(self.features))[:, -1]
 
 
@@ -173,8 +149,8 @@ def generate_split(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[list[int | None]]:
     """The next token of every row, step by step; each row has a session of its own."""
-    with ExitStack() as opened:
-        connected = ConnectedClient(client=client, opener=opener, opened=opened)
+    with ExitStack() as stack:
+        connected = ConnectedClient(client=client, opener=opener, stack=stack)
         yield from generate(
             connected, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids
         )
