@@ -46,12 +46,17 @@ def read_report(folder: Path) -> Report:
     try:
         report: Report = record_of(Report, _as_fields(document))
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"not a report ({type(error).__name__}: {error})",
-            where=str(folder / "report.json"),
-            next_step=AGAIN,
-        ) from error
+        raise damaged(folder, error) from error
     return report
+
+
+def damaged(folder: Path, error: Exception) -> InputError:
+    """The error of a report.json whose parts are not those of a report."""
+    return InputError(
+        f"not a report ({type(error).__name__}: {error})",
+        where=str(folder / "report.json"),
+        next_step=AGAIN,
+    )
 
 
 def record_of(kind: Any, value: Any) -> Any:
