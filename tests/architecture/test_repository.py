@@ -1,7 +1,9 @@
-"""What a newcomer relies on: a true file tree, scripts that run, a small package."""
+"""The repository around the package: a short README, true links and paths, scripts that parse, small assets."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,31 +11,35 @@ import pytest
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
+MAX_README_BYTES = 10_000
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
-def test_the_readme_tree_is_true():
-    """Every file of the package, the scripts and the recipes has one line; no line is about nothing."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = text.split("<!-- tree -->")[1].split("```")[1].splitlines()
-    listed: dict[str, str] = {}
-    folder = ""
-    for line in tree:
-        if not line.strip():
-            continue
-        name, *purpose = line.split()
-        if not line.startswith(" "):
-            folder = name
-        else:
-            listed[folder + name] = " ".join(purpose)
-    patterns = ("quantkit/**/*.py", "scripts/*", "recipes/*")
-    real = {
-        path.relative_to(ROOT).as_posix()
-        for pattern in patterns
-        for path in ROOT.glob(pattern)
-        if path.is_file() and path.name != "__init__.py" and "__pycache__" not in path.parts
-    }
-    assert set(listed) == real
-    assert all(3 <= len(purpose.split()) <= 14 for purpose in listed.values())
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page):
+    """Relative links, those to a heading of a page included."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:", link) and not link.startswith("#"):
+            assert (page.parent / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "log.md"], ids=lambda page: page.name
+)
+def test_modules_in_pages_exist(page):
+    """Paths to modules, in pages other than the log, which is history."""
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:quantkit|tests|scripts|recipes)/[\w/.-]+)`", text):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"(?:from|import) (quantkit(?:\.\w+)+)", text):
+        assert importlib.util.find_spec(module), module
 
 
 def test_the_embedded_assets_stay_small():
