@@ -1,4 +1,4 @@
-"""The repository around the package: a short README, true links and paths, scripts that parse, small assets."""
+"""The repository around the package: a short README, true links, scripts that parse, small assets."""
 
 from __future__ import annotations
 
