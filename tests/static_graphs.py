@@ -10,7 +10,8 @@ import onnx
 from exporting import NOTHING, export
 
 from quantkit.export.graph import save
-from quantkit.export.static.decoder import StaticShape, emit_static
+from quantkit.export.static.decoder import emit_static
+from quantkit.export.static.operators import StaticShape
 from quantkit.export.static.qdq import Bits, quantize_static
 from quantkit.export.static.ranges import showing_ranges
 from quantkit.model.inspect import inspect

@@ -7,16 +7,14 @@ https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from onnx import TensorProto
 
 from quantkit.errors import InputError
 from quantkit.export.graph import CONTRIB, Graph
-from quantkit.model.model_map import Activation, Norm, NormKind
+from quantkit.model.model_map import Activation
 from quantkit.quantization.grid import middle
-from quantkit.quantization.layout import Contents, Pack, TableEntry
+from quantkit.quantization.layout import Pack, TableEntry
 
 INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
 MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type
@@ -170,63 +168,3 @@ def _halves(graph: Graph, both: str) -> str:
     parts = [graph.op("Unsqueeze", part, graph.integers(-1)) for part in (low, high)]
     pairs = graph.op("Concat", *parts, axis=-1)
     return graph.op("Reshape", pairs, graph.integers(0, 0, 0, -1))
-
-
-def hidden_keys(graph: Graph, mask: str, num_queries: str) -> str:
-    """What hides padding from every query when it is added to scores: [batch, 1, queries, keys]."""
-    added = graph.constant("hidden_shown", np.array([-MASKED, 0], np.float32))
-    row = graph.op("Unsqueeze", graph.op("Gather", added, mask), graph.integers(1, 2))
-    return graph.op("Expand", row, graph.op("Concat", num_queries, graph.integers(1), axis=0))
-
-
-def norm(graph: Graph, entry: Norm, contents: Contents, x: str) -> str:
-    """A norm of its own."""
-    gain, bias = _norm_weights(graph, entry, contents)
-    if entry.kind is NormKind.LAYER_NORM:
-        return graph.op("LayerNormalization", x, gain, bias, name=entry.name, axis=-1, epsilon=entry.epsilon)
-    return graph.op(
-        "SimplifiedLayerNormalization", x, gain, name=entry.name, axis=-1, epsilon=entry.epsilon, stash_type=1
-    )
-
-
-def add_and_norm(
-    graph: Graph, entry: Norm, contents: Contents, residual: str, pending: str, *, keeps_sum: bool
-) -> tuple[str, str]:
-    """(norm of residual + pending, residual + pending) in as few passes over memory as the kernels allow.
-
-    The fused kernel for layer norms is slower than its two halves (docs/log.md). They are joined by Sum and
-    not by Add, because onnxruntime would fuse an Add back into the slower one.
-    """
-    if entry.kind is NormKind.LAYER_NORM:
-        total = graph.op("Sum", residual, pending, name=f"{entry.name}/sum")
-        return norm(graph, entry, contents, total), total if keeps_sum else ""
-    outputs = graph.ops(
-        "SkipSimplifiedLayerNormalization",
-        pending,
-        residual,
-        _norm_weights(graph, entry, contents)[0],
-        name=entry.name,
-        domain=CONTRIB,
-        wanted=(True, False, False, True) if keeps_sum else (True,),
-        epsilon=entry.epsilon,
-    )
-    return outputs[0], outputs[-1] if keeps_sum else ""
-
-
-def _norm_weights(graph: Graph, entry: Norm, contents: Contents) -> tuple[str, str]:
-    bias = graph.weight(f"{entry.name}.bias") if entry.name in contents.norm_biases else ""
-    return graph.weight(f"{entry.name}.weight"), bias
-
-
-def activation(graph: Graph, kind: Activation, x: str, *, name: str) -> str:
-    """The non-linearity of an FFN."""
-    if kind not in ACTIVATION_OPS:
-        raise InputError(
-            "its activation is one that no fused operator computes",
-            where=name,
-            allowed=", ".join(ACTIVATION_OPS),
-            next_step="this architecture goes through the tracing exporter",
-        )
-    op_type, domain = ACTIVATION_OPS[kind]
-    extra: dict[str, Any] = {"alpha": 1.0} if kind is Activation.SILU else {}
-    return graph.op(op_type, x, name=f"{name}/activation", domain=domain, **extra)

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.export.check import Placement, check_models
-from quantkit.export.fused.decoder import emit_decoder, why_not
-from quantkit.export.fused.encoder import emit_encoder, why_not_encoder
+from quantkit.export.decoder import why_not
+from quantkit.export.encoder import why_not_encoder
+from quantkit.export.fused.decoder import emit_decoder
+from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import ModelProto, load, save
 from quantkit.export.half import to_half

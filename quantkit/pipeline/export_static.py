@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from quantkit.export.check import check_models
 from quantkit.export.graph import ModelProto, save
-from quantkit.export.static.decoder import StaticShape, emit_static
+from quantkit.export.static.decoder import emit_static
 from quantkit.export.static.encoder import emit_static_encoder
-from quantkit.export.static.operators import known_ranges
+from quantkit.export.static.operators import StaticShape, known_ranges
 from quantkit.export.static.qdq import Bits, quantize_static
 from quantkit.export.static.ranges import showing_ranges
 from quantkit.export.static.shared_weights import share_weights

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from quantkit.errors import InputError
 from quantkit.export.rotary import context_of
-from quantkit.export.static.decoder import StaticShape, why_not_static
+from quantkit.export.static.decoder import why_not_static
+from quantkit.export.static.operators import StaticShape
 from quantkit.model.model_map import ModelMap
 from quantkit.pipeline.export_static import GRAPHS
 from quantkit.plan.formats import AUTO, DEFAULT_STATIC_SCHEME, SCHEMES, static_bits

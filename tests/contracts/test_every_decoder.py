@@ -15,7 +15,7 @@ from exporting import DECODERS, NOTHING, build_tiny, decoder_cases, error, expor
 from fake_quantize import fake_quantize
 from stepping import one_by_one
 
-from quantkit.export.fused.decoder import why_not
+from quantkit.export.decoder import why_not
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.checkpoint import open_checkpoint

@@ -21,7 +21,7 @@ from fake_quantize import fake_quantize
 from stepping import one_by_one
 
 from quantkit.errors import InputError
-from quantkit.export.fused.decoder import why_not
+from quantkit.export.decoder import why_not
 from quantkit.model.architectures.reference import ReferenceConfig, ReferenceForCausalLM
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect, map_module

@@ -16,7 +16,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
-from quantkit.export.fused.decoder import Shared, decoder_parts
+from quantkit.export.fused.decoder import fused_walk
+from quantkit.export.graph import Graph
+from quantkit.export.walk import Stream
 from quantkit.model.model_map import EmbeddingKind, ModelMap
 from quantkit.plan.targets import Target
 from quantkit.quantization.layout import Checkpoint, Contents
@@ -39,19 +41,16 @@ def emit_blocks(
     Like logits of a whole decoder, features come out for `num_features` tokens up to each row's last; one,
     where a caller sets nothing.
     """
-    emitter = decoder_parts(model_map, contents, checkpoint, keeps_weights_outside)
-    graph = emitter.graph
-    shape: list[int | str] = ["batch", "sequence", _width(model_map)]
-    residual, pending = graph.input(FEATURES, TensorProto.FLOAT, shape), ""
-    mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
-    positions = graph.input("position_ids", TensorProto.INT64, ["batch", "sequence"])
-    shared = emitter.shared(residual, mask, positions)
-    places = emitter.wanted_places(graph.constant("num_features", np.array([1], np.int64)), shared)
-    for index, block in enumerate(model_map.blocks):
-        wanted = places if block is model_map.blocks[-1] else ""
-        residual, pending = emitter.block(index, block, residual, pending, shared, wanted)
-    total = graph.op("Add", residual, pending) if pending else graph.op("Identity", residual)
-    graph.output(total, NEW_FEATURES, TensorProto.FLOAT, ["batch", "wanted", _width(model_map)])
+    graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
+    walk = fused_walk(graph, model_map, contents)
+    width = _width(model_map)
+    features = graph.input(FEATURES, TensorProto.FLOAT, ["batch", "sequence", width])
+    walk.operators.read_mask(features)
+    walk.operators.choose_rows("num_features")
+    stream = walk.blocks(Stream(features))
+    value, pending = stream.value, stream.pending
+    total = graph.op("Add", value, pending) if pending else graph.op("Identity", value)
+    graph.output(total, NEW_FEATURES, TensorProto.FLOAT, ["batch", "wanted", width])
     graph.inputs.append(onnx.helper.make_tensor_value_info("num_features", TensorProto.INT64, [1]))
     return graph.finish(name=model_map.name, target=target, metadata=metadata)
 
@@ -66,13 +65,12 @@ def emit_embedding(
     metadata: Mapping[str, Any],
 ) -> onnx.ModelProto:
     """Token ids to features, learned positions and all scales included, in this order."""
-    emitter = decoder_parts(model_map, contents, checkpoint, keeps_weights_outside=True)
-    graph = emitter.graph
+    graph = Graph(checkpoint=checkpoint, keeps_weights_outside=True)
+    walk = fused_walk(graph, model_map, contents)
     ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
-    positions = ""
     if any(entry.table.kind is EmbeddingKind.POSITION for entry in contents.tables):
-        positions = graph.input("position_ids", TensorProto.INT64, ["batch", "sequence"])
-    x = emitter.embed(ids, _only(positions))
+        walk.operators.positions = graph.input("position_ids", TensorProto.INT64, ["batch", "sequence"])
+    x = walk.embed(ids)
     if order_I is not None:
         x = graph.op("Gather", x, graph.constant("order", order_I), axis=2)
     x = graph.op("Identity", x)
@@ -90,19 +88,14 @@ def emit_head(
     metadata: Mapping[str, Any],
 ) -> onnx.ModelProto:
     """Features in this order to logits, by the last norm and the head."""
-    emitter = decoder_parts(model_map, contents, checkpoint, keeps_weights_outside=True)
-    graph = emitter.graph
+    graph = Graph(checkpoint=checkpoint, keeps_weights_outside=True)
+    walk = fused_walk(graph, model_map, contents)
     x = graph.input(NEW_FEATURES, TensorProto.FLOAT, ["batch", "sequence", _width(model_map)])
     if order_I is not None:
         x = graph.op("Gather", x, graph.constant("order_back", np.argsort(order_I)), axis=2)
-    logits, num_logits = emitter.logits(x, "")
+    logits, num_logits = walk.logits(Stream(x))
     graph.output(logits, "logits", TensorProto.FLOAT, ["batch", "sequence", num_logits])
     return graph.finish(name="head", target=target, metadata=metadata)
-
-
-def _only(positions: str) -> Shared:
-    """What tables read; there is no attention around to read the rest."""
-    return Shared(last="", lengths="", total="", bias="", positions=positions, num_new="")
 
 
 def _width(model_map: ModelMap) -> int:

@@ -22,7 +22,8 @@ from fake_quantize import fake_quantize
 
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
-from quantkit.export.fused.encoder import HEADS, depths, emit_encoder, why_not_encoder
+from quantkit.export.encoder import HEADS, depths, why_not_encoder
+from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.graph import METADATA_KEY, save
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module

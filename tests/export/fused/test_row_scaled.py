@@ -12,6 +12,7 @@ from layers import one_layer
 from onnx import TensorProto
 
 from quantkit.export import operators
+from quantkit.export.fused.operators import FusedOperators
 from quantkit.export.graph import Graph, save
 from quantkit.model.model_map import Activation, Role
 from quantkit.plan.formats import SCHEMES
@@ -42,7 +43,8 @@ def product(request, tmp_path):
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=False)
     x = graph.input("x", TensorProto.FLOAT, [1, "rows", IN])
     kind = request.param
-    hidden = operators.activation(graph, kind, x, name="hidden") if kind else x
+    fused = FusedOperators(graph=graph, model_map=None, contents=None)
+    hidden = fused.activation(kind, x, "hidden") if kind else x
     graph.output(operators.matmul(graph, pack, hidden), "y", TensorProto.FLOAT, [1, "rows", OUT])
     save(graph.finish(name="product", target=TARGETS["cpu"], metadata={}), tmp_path / "model.onnx")
     weight_IO = codes_IO.astype(np.float64) * scales

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from static_graphs import emit_both, round_both
 
 from quantkit.errors import InputError
-from quantkit.export.static.decoder import StaticShape, why_not_static
+from quantkit.export.static.decoder import why_not_static
+from quantkit.export.static.operators import StaticShape
 from quantkit.export.static.qdq import Bits
 from quantkit.export.static.value_grid import ValueGrid
 from quantkit.model.families import FAMILIES

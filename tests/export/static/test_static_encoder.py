@@ -19,7 +19,7 @@ from exporting import NOTHING, build_tiny, error
 from onnx import helper, numpy_helper
 
 from quantkit.errors import InputError
-from quantkit.export.fused.encoder import HEADS
+from quantkit.export.encoder import HEADS
 from quantkit.export.graph import save
 from quantkit.export.static.encoder import emit_static_encoder, why_not_static_encoder
 from quantkit.export.static.qdq import Bits, quantize_static

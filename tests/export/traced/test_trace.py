@@ -20,8 +20,8 @@ from exporting import build_tiny, error
 from fake_quantize import fake_quantize
 
 from quantkit.errors import InputError
-from quantkit.export.fused.decoder import why_not
-from quantkit.export.fused.encoder import why_not_encoder
+from quantkit.export.decoder import why_not
+from quantkit.export.encoder import why_not_encoder
 from quantkit.export.graph import save
 from quantkit.export.traced import trace as tracing
 from quantkit.export.traced.lower import integer_projections, lower
