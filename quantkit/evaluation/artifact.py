@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantkit.errors import InputError
 from quantkit.evaluation.models import open_measured
-from quantkit.export.written import held_bytes
+from quantkit.export.check import held_bytes
 from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe
 from quantkit.runtime.graph import holds_model
 from quantkit.runtime.machine.facts import read_cpu

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.export.check import Placement, check_models
+from quantkit.export.check import Placement, check_models, held_bytes
 from quantkit.export.decoder import why_not
 from quantkit.export.encoder import why_not_encoder
 from quantkit.export.fused.decoder import emit_decoder
@@ -32,7 +32,6 @@ from quantkit.export.rotary import context_of
 from quantkit.export.traced.lower import lower
 from quantkit.export.traced.trace import trace
 from quantkit.export.traffic import Traffic, to_metadata, traffic_of
-from quantkit.export.written import held_bytes
 from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, tokenizer_files
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source

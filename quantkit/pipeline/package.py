@@ -20,7 +20,7 @@ from typing import Any
 
 import quantkit
 from quantkit.errors import InputError
-from quantkit.export.written import Written
+from quantkit.export.check import Written
 from quantkit.pipeline.folder import MANIFEST, new_artifact
 from quantkit.pipeline.package_kinds import DEVICE, PAGE, STATIC_PAGE, Kind, kind_of
 from quantkit.plan.targets import TARGETS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import InputError
-from quantkit.export.written import Written, read_written
+from quantkit.export.check import Written, read_written
 from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 
 PACKAGE = Path(__file__).parents[1]

@@ -13,8 +13,7 @@ from exporting import build_tiny, error, export
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError
-from quantkit.export.check import check_models
-from quantkit.export.promises import broken_promises, require_promises
+from quantkit.export.check import broken_promises, check_models, require_promises
 from quantkit.plan.select import choose
 from quantkit.plan.targets import ARM, DEFAULT_TARGET, FUSED, TARGETS
 from quantkit.recipe import Recipe

@@ -12,7 +12,7 @@ by code; other grids and float weights become floats here, and `quantize_static`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -302,7 +302,7 @@ class StaticOperators:
 
 def known_ranges(
     checkpoint: Checkpoint, contents: Contents, factor: float = 1.0
-) -> Mapping[str, tuple[float, float, float]]:
+) -> dict[str, tuple[float, float, float]]:
     """Ranges of values that a table bounds, however few of its tokens calibration has met."""
     ranges: dict[str, tuple[float, float, float]] = {}
     for entry in contents.tables:

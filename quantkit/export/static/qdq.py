@@ -1,10 +1,10 @@
-"""A static float graph into one of integers: every value between two operators has a grid from calibration.
+"""Static graphs in QDQ form: every value between two operators gets a grid from calibration.
 
-A value is rounded behind the operator that makes it and given back in front of those that read it, which NPU
-compilers take for integers throughout (QDQ). What only moves numbers keeps the grid of what it moves.
+A value is quantized behind the operator that makes it and dequantized in front of the operators that read
+it, which NPU compilers take for integers throughout. Operators that only move numbers keep the input's grid.
 
-What a product of two values reads second is signed, with its zero in the middle: of an unsigned one
-Qualcomm's NPUs make 8 bits. Keys and values are such values, in the cache too.
+The second factor of a product of two values is signed, with its zero in the middle: of an unsigned one
+Qualcomm's NPUs make 8 bits. Keys and values are such factors, in the cache too.
 
 Products with weights may have 8 bits on both sides while the rest has 16: these products are where the time
 goes, and the sums of residuals and the scores of attention are where 8 bits hurt. An operator with one width
@@ -18,7 +18,8 @@ ranges and 16-bit activations beside 8-bit weights: https://arxiv.org/abs/2106.0
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,57 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError
-from quantkit.export.static.value_grid import TYPES, Ranges, ValueGrid
 
+Ranges = Mapping[str, tuple[float, float, float]]  # lowest, highest, least peak of a row
+TYPES = {(8, False): TensorProto.UINT8, (16, False): TensorProto.UINT16, (16, True): TensorProto.INT16}
+SMALLEST_STEP = 1e-9  # of a value that is always zero
 MOVES = ("Reshape", "Transpose", "Split", "Concat", "Gather")
 PRODUCTS = ("Gemm", "MatMul")
 NORMS = ("LayerNormalization", "RMSNormalization")
 SOFTMAX_REACH = 16.0  # e^-16 beside a peak is less than a step of 16 bits
 LARGEST_BIAS = float(1 << 30)
 LARGEST_CODE = (1 << 31) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueGrid:
+    """A grid of one scale with a zero point; codes are unsigned, or signed around a zero of 0."""
+
+    scale: float
+    zero: int
+    bits: int
+    is_signed: bool = False
+
+    @classmethod
+    def over(cls, low: float, high: float, bits: int) -> ValueGrid:
+        """The grid whose codes just reach from low to high; zero is always among its values."""
+        low, high, steps = min(low, 0.0), max(high, 0.0), (1 << bits) - 1
+        scale = float(np.float32(max((high - low) / steps, SMALLEST_STEP)))
+        return cls(scale=scale, zero=int(np.clip(round(-low / scale), 0, steps)), bits=bits)
+
+    @property
+    def code_type(self) -> str:
+        """The numpy type of a code."""
+        return f"{'i' if self.is_signed else 'u'}{self.bits // 8}"
+
+    def signed(self) -> ValueGrid:
+        """The grid of the same reach with its zero in the middle."""
+        if self.is_signed:
+            return self
+        largest = (1 << (self.bits - 1)) - 1
+        reach = self.scale * max(self.zero, (1 << self.bits) - 1 - self.zero)
+        return replace(self, scale=float(np.float32(reach / largest)), zero=0, is_signed=True)
+
+    def with_bits(self, bits: int) -> ValueGrid:
+        """The grid of the same range with another number of bits."""
+        if bits == self.bits:
+            return self
+        low, steps = -self.zero * self.scale, (1 << self.bits) - 1
+        return ValueGrid.over(low, low + steps * self.scale, bits)
+
+    def codes(self, values: NDArray[np.float32]) -> NDArray[Any]:
+        codes = np.rint(values.astype(np.float64) / self.scale) + self.zero
+        return np.asarray(np.clip(codes, 0, (1 << self.bits) - 1), f"u{self.bits // 8}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +93,11 @@ class Bits:
 def quantize_static(
     model: onnx.ModelProto, ranges: Ranges, bits: Bits, *, kept_in: Path | None = None
 ) -> onnx.ModelProto:
-    """The graph in QDQ form. `ranges` may be those of another graph of the same model.
+    """The graph in QDQ form. `ranges` may come from another graph of the same model.
 
     `kept_in` is the folder of the tensors that lie outside of the graph.
     """
-    work = _Quantizer(model=model, ranges=ranges, bits=bits, kept_in=kept_in)
-    return work.run()
+    return _Quantizer(model=model, ranges=ranges, bits=bits, kept_in=kept_in).run()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,9 +111,9 @@ class _Quantizer:
     grids: dict[str, ValueGrid] = field(default_factory=dict)  # of values
     narrowed: set[str] = field(default_factory=set)  # products of another width than the rest
     weight_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # by dequantized name
-    given: dict[str, str] = field(default_factory=dict)  # value -> what its readers read
+    dequantized: dict[str, str] = field(default_factory=dict)  # value -> the name that its readers read
     nodes: list[onnx.NodeProto] = field(default_factory=list)
-    made: dict[str, onnx.TensorProto] = field(default_factory=dict)  # initializers of the new graph
+    initializers: dict[str, onnx.TensorProto] = field(default_factory=dict)  # of the new graph
 
     def run(self) -> onnx.ModelProto:
         graph = self.model.graph
@@ -91,20 +134,19 @@ class _Quantizer:
                 self.keep(node)
             else:
                 self.node(node, outputs)
-        changed = helper.make_graph(
-            self.nodes, graph.name, inputs, [self.output(i) for i in graph.output], list(self.made.values())
-        )
+        typed_outputs = [self.output(info) for info in graph.output]
+        initializers = list(self.initializers.values())
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
-        model.graph.CopyFrom(changed)
+        model.graph.CopyFrom(helper.make_graph(self.nodes, graph.name, inputs, typed_outputs, initializers))
         return model
 
     def input(self, info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
         if info.type.tensor_type.elem_type != TensorProto.FLOAT:
             return info
-        # The same grid as that of the new keys or values, which leave the other graph too.
-        made = self.origin(info.name.replace("past_key_values", "present"))
-        grid = self.grids[info.name] = self.operand(self.over(made))
+        # The grid of the new keys or values, which the other graph gives too.
+        origin = self.origin(info.name.replace("past_key_values", "present"))
+        grid = self.grids[info.name] = self.operand(self.over(origin))
         self.dequantize(info.name, info.name, grid)
         return _typed(info, grid)
 
@@ -117,13 +159,13 @@ class _Quantizer:
         return _typed(info, self.grids[info.name]) if info.name.startswith("present.") else info
 
     def operand(self, grid: ValueGrid) -> ValueGrid:
-        """The grid of what products of two values read second."""
+        """The grid of the second factor of a product of two values."""
         return grid.signed() if grid.bits > 8 else grid
 
     def keep(self, node: onnx.NodeProto) -> None:
-        """A weight that is on its grid already."""
+        """A weight that the checkpoint holds on its grid."""
         self.nodes.append(node)
-        self.made |= {name: self.constants[name] for name in node.input}
+        self.initializers |= {name: self.constants[name] for name in node.input}
         self.weight_scales[node.output[0]] = numpy_helper.to_array(self.constants[node.input[1]])
 
     def node(self, node: onnx.NodeProto, outputs: set[str]) -> None:
@@ -145,9 +187,9 @@ class _Quantizer:
         for place, name in enumerate(node.output):
             changed.output[place] = f"{name}/float" if name in outputs else name
         self.nodes.append(changed)
-        for name, made in zip(node.output, changed.output, strict=True):
+        for name, output in zip(node.output, changed.output, strict=True):
             grid = self.grids[name] = self.grid_of(node, name)
-            value = self.round(f"{name}/narrow", made, self.narrow(name)) if narrow else made
+            value = self.round(f"{name}/narrow", output, self.narrow(name)) if narrow else output
             if name.startswith("present."):
                 self.cached(name, value, grid)
                 continue
@@ -158,20 +200,20 @@ class _Quantizer:
             self.dequantize(name, codes, grid, given=name if name in outputs else "")
 
     def cached(self, name: str, value: str, grid: ValueGrid) -> None:
-        """New keys or values, which leave as the codes that products read."""
+        """New keys or values, which are outputs as the codes that products read."""
         self.grids[name] = self.operand(grid)
         if self.grids[name] != grid:
             self.round(f"{name}/unsigned", value, grid)
-            value = self.given[f"{name}/unsigned"]
+            value = self.dequantized[f"{name}/unsigned"]
         inputs = [value, *self.grid_constants(name, self.grids[name])]
         self.nodes.append(helper.make_node("QuantizeLinear", inputs, [name], f"{name}/round"))
         self.dequantize(name, name, self.grids[name])
 
     def gather(self, node: onnx.NodeProto) -> None:
-        """Rows of a table that is on its grid already: found in its own width, then as wide as all others."""
+        """Rows of a quantized table: looked up in its own width, then converted to that of all values."""
         name = node.output[0]
         scale = float(self.weight_scales[node.input[0]])
-        back = next(each for each in self.nodes if node.input[0] in each.output)
+        back = self.maker(node.input[0])
         node.output[0], codes, narrow = f"{name}/float", f"{name}/stored", f"{name}/stored/given"
         self.nodes.append(node)
         grid_names = back.input[1:]
@@ -180,28 +222,31 @@ class _Quantizer:
         self.grids[name] = ValueGrid.over(-128 * scale, 127 * scale, self.bits.values)
         self.round(name, narrow, self.grids[name])
 
+    def maker(self, value: str) -> onnx.NodeProto:
+        return next(node for node in self.nodes if value in node.output)
+
     def read(self, name: str) -> str:
-        return self.given.get(name, name)  # ids and masks are read as they are
+        return self.dequantized.get(name, name)  # ids and masks are read as they are
 
     def convert(self, name: str, how: str, grid: ValueGrid) -> str:
-        """The value on another grid, made once for all that read it so."""
+        """The value on another grid, converted once for all its readers."""
         if grid == self.grids[name]:
             return self.read(name)
         label = f"{name}/{how}"
-        if label not in self.given:
+        if label not in self.dequantized:
             self.round(label, self.read(name), grid)
-        return self.given[label]
+        return self.dequantized[label]
 
     def round(self, label: str, value: str, grid: ValueGrid) -> str:
         inputs = [value, *self.grid_constants(label, grid)]
         self.nodes.append(helper.make_node("QuantizeLinear", inputs, [f"{label}/codes"], f"{label}/round"))
         self.dequantize(label, f"{label}/codes", grid)
-        return self.given[label]
+        return self.dequantized[label]
 
     def dequantize(self, name: str, codes: str, grid: ValueGrid, given: str = "") -> None:
-        self.given[name] = given or f"{name}/given"
+        self.dequantized[name] = given or f"{name}/given"
         names = self.grid_constants(name, grid)
-        node = helper.make_node("DequantizeLinear", [codes, *names], [self.given[name]], f"{name}/back")
+        node = helper.make_node("DequantizeLinear", [codes, *names], [self.dequantized[name]], f"{name}/back")
         self.nodes.append(node)
 
     def grid_of(self, node: onnx.NodeProto, name: str) -> ValueGrid:
@@ -234,28 +279,24 @@ class _Quantizer:
         name: str = node.input[place]
         tensor = self.constants[name]
         if tensor.data_type != TensorProto.FLOAT:  # shapes and widths
-            self.made[name] = tensor
+            self.initializers[name] = tensor
             return name
         values = numpy_helper.to_array(tensor)
         if node.op_type in PRODUCTS and place == 1:
             return self.weight(name, values, node)
         if node.op_type in PRODUCTS and place == 2:
             return self.bias(name, values, node)
-        width = None
-        if node.op_type in NORMS:
-            width = self.grids[node.input[0]].bits
+        width = self.grids[node.input[0]].bits if node.op_type in NORMS else None
         grid = self.constant_grid(name, width)
-        return self.stored(f"{name}/{grid.bits}", grid.codes(values), grid)
+        label = f"{name}/{grid.bits}"
+        if label not in self.dequantized:
+            self.put(f"{label}/codes", grid.codes(values))
+            self.dequantize(label, f"{label}/codes", grid)
+        return self.dequantized[label]
 
     def constant_grid(self, name: str, width: int | None = None) -> ValueGrid:
         values = numpy_helper.to_array(self.constants[name])
         return ValueGrid.over(float(values.min()), float(values.max()), width or self.bits.values)
-
-    def stored(self, name: str, codes: NDArray[Any], grid: ValueGrid) -> str:
-        if name not in self.given:
-            self.put(f"{name}/codes", codes)
-            self.dequantize(name, f"{name}/codes", grid)
-        return self.given[name]
 
     def weight(self, name: str, weight_IO: NDArray[np.float32], node: onnx.NodeProto) -> str:
         """Eight bits, one scale for each output; large enough for the bias to have a code."""
@@ -267,13 +308,9 @@ class _Quantizer:
             bias = np.abs(numpy_helper.to_array(self.constants[node.input[2]]))
             scales = np.maximum(scales, bias / np.float32(self.input_scale(node) * LARGEST_BIAS))
         scales = np.where(scales > 0, scales, np.float32(1)).astype(np.float32)
-        names = [f"{name}/codes", f"{name}/scales", f"{name}/zeros"]
-        self.put(names[0], np.clip(np.rint(weight_IO / scales), -127, 127).astype(np.int8))
-        self.put(names[1], scales)
-        self.put(names[2], np.zeros(scales.shape, np.int8))
-        self.nodes.append(helper.make_node("DequantizeLinear", names, [given], f"{name}/back", axis=1))
+        codes_IO = np.clip(np.rint(weight_IO / scales), -127, 127).astype(np.int8)
         self.weight_scales[given] = scales
-        return given
+        return self.by_channel(name, codes_IO, scales, axis=1)
 
     def input_scale(self, node: onnx.NodeProto) -> float:
         name = node.input[0]
@@ -285,19 +322,25 @@ class _Quantizer:
         if (np.abs(values.astype(np.float64)) > scales.astype(np.float64) * LARGEST_CODE).any():
             scales = self.coarser(node, values) * np.float32(self.input_scale(node))
         codes = np.clip(np.rint(values.astype(np.float64) / scales), -LARGEST_CODE, LARGEST_CODE)
-        name = f"{node.name}/{name}"  # a layer that is called again reads its input on another grid
+        # Named after the node: a layer that is called again reads its input on another grid.
+        return self.by_channel(f"{node.name}/{name}", codes.astype(np.int32), scales, axis=0)
+
+    def by_channel(self, name: str, codes: NDArray[Any], scales: NDArray[Any], *, axis: int) -> str:
+        """Stored codes with a scale for each channel, dequantized."""
         names = [f"{name}/codes", f"{name}/scales", f"{name}/zeros"]
-        self.put(names[0], codes.astype(np.int32))
+        self.put(names[0], codes)
         self.put(names[1], scales.astype(np.float32))
-        self.put(names[2], np.zeros(scales.shape, np.int32))
-        given = f"{name}/given"
-        self.nodes.append(helper.make_node("DequantizeLinear", names, [given], f"{name}/back", axis=0))
-        return given
+        self.put(names[2], np.zeros(scales.shape, codes.dtype))
+        dequantized = f"{name}/given"
+        self.nodes.append(
+            helper.make_node("DequantizeLinear", names, [dequantized], f"{name}/back", axis=axis)
+        )
+        return dequantized
 
     def coarser(self, node: onnx.NodeProto, bias_O: NDArray[np.float32]) -> NDArray[np.float32]:
         """New scales of stored weights, so that biases have codes where outputs hardly depend on inputs."""
         weight = node.input[1]
-        back = next(each for each in self.nodes if weight in each.output)
+        back = self.maker(weight)
         if len(self.readers[weight]) > 1 or back.op_type != "DequantizeLinear":
             raise InputError(
                 "a bias is too large beside weights that several products share",
@@ -307,7 +350,7 @@ class _Quantizer:
         old = self.weight_scales[weight]
         least = np.abs(bias_O.astype(np.float64)) / (self.input_scale(node) * LARGEST_BIAS)
         new = np.maximum(old, least).astype(np.float32)
-        codes_IO = numpy_helper.to_array(self.made[back.input[0]], base_dir=str(self.kept_in or ""))
+        codes_IO = numpy_helper.to_array(self.initializers[back.input[0]], base_dir=str(self.kept_in or ""))
         codes_IO = np.rint(codes_IO * (old.astype(np.float64) / new)).astype(np.int8)
         self.put(back.input[0], codes_IO)
         self.put(back.input[1], new)
@@ -320,12 +363,14 @@ class _Quantizer:
         return [f"{name}/scale", f"{name}/zero"]
 
     def put(self, name: str, values: NDArray[Any]) -> None:
-        self.made[name] = numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape), name)
+        self.initializers[name] = numpy_helper.from_array(
+            np.ascontiguousarray(values).reshape(values.shape), name
+        )
 
 
 def _is_transposed(node: onnx.NodeProto) -> bool:
-    """Whether the product reads [out, in], as only those of heads in halves do."""
-    return any(each.name == "transB" and each.i for each in node.attribute)
+    """Whether the product reads [out, in], as only heads in halves do."""
+    return any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
 
 
 def _typed(info: onnx.ValueInfoProto, grid: ValueGrid) -> onnx.ValueInfoProto:

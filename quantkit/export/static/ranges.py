@@ -1,4 +1,4 @@
-"""A graph that shows what its values reach: what calibration of static graphs runs."""
+"""Graphs with the ranges of their values as outputs, for the calibration of static graphs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-# What calibration sees of a value, or of the largest of each of its rows. A sum is no number where anything
-# in it is none; the others overlook that.
+# Statistics of a value, or of its rows' peaks. A sum with a NaN is NaN; the other reductions overlook it.
 REDUCTIONS = {
     "low": ("ReduceMin", ""),
     "high": ("ReduceMax", "/peaks"),
@@ -17,9 +16,9 @@ REDUCTIONS = {
 
 
 def showing_ranges(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """(the graph with what every computed value reaches as outputs, their names): what calibration runs.
+    """(the graph with `REDUCTIONS` of every computed value as outputs, names of the values).
 
-    It gives four numbers a value, and not the value: all of those together are many times the weights.
+    The outputs are four numbers a value and not the value: all values together are many times the weights.
     """
     opened, names = showing_values(model)
     axis = numpy_helper.from_array(np.array([-1]), "ranges/last_axis")
@@ -28,8 +27,10 @@ def showing_ranges(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, 
         peaks = f"{name}/peaks"
         opened.graph.node.append(helper.make_node("ReduceMax", [name, axis.name], [peaks], peaks, keepdims=0))
         for kind, (operator, source) in REDUCTIONS.items():
-            made = f"{name}/{kind}"
-            opened.graph.node.append(helper.make_node(operator, [name + source], [made], made, keepdims=0))
+            output = f"{name}/{kind}"
+            opened.graph.node.append(
+                helper.make_node(operator, [name + source], [output], output, keepdims=0)
+            )
     del opened.graph.output[:]
     opened.graph.output.extend(
         helper.make_empty_tensor_value_info(f"{name}/{kind}") for name in names for kind in REDUCTIONS

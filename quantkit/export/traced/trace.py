@@ -1,8 +1,11 @@
-"""Float ONNX files of any architecture that optimum can trace: the way in for what is not emitted directly.
+"""Float ONNX files of architectures that are not emitted directly, traced by optimum.
 
-Only this module knows optimum; quantkit's own encoder-decoders are traced without it. It is kept quiet, away
-from the network, and away from code that a checkpoint brings, unless that was asked for; what comes out is
-lowered to integers by `lower.py`.
+The exporter is kept quiet, away from the network, and away from code that a checkpoint brings, unless the
+recipe trusts it; `lower.py` puts integer operators into the files.
+
+quantkit's own encoder-decoders are traced without optimum, as three files: the encoder runs once, the
+decoder's first step makes keys and values from its output, and each later step reads them. Their inputs and
+outputs have the names of optimum's exports.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from quantkit.errors import InputError
-from quantkit.export.traced.trace_parts import trace_parts
 from quantkit.model.load import open_source
-from quantkit.model.reference import reference_model
+from quantkit.model.reference import new_cache, reference_model
 
 OPSET = 18  # the newest that the tracing exporter writes without converting
 TASKS: dict[str, str] = {  # how a class name ends -> what optimum calls its task
@@ -31,16 +36,18 @@ TASKS: dict[str, str] = {  # how a class name ends -> what optimum calls its tas
     "ForQuestionAnswering": "question-answering",
     "Model": "feature-extraction",
 }
-OWN_ENCODER_DECODERS = ("OneWideForConditionalGeneration",)  # traced here, which no package need know
+OWN_ENCODER_DECODERS = ("OneWideForConditionalGeneration",)  # traced without optimum
 WITH_PAST = ("text-generation", "text2text-generation")
 SUPPORTED = "below 4.58 for optimum-onnx 0.1"
 INSTALL = "pip install 'quantkit-onnx[trace]'"
+BATCH, LENGTH, ANSWER, PAST = 2, 5, 3, 4  # of the example that is traced; every size but the last two is free
+DECODER, ENCODER = "decoder", "encoder"
 
 
 def trace(
     folder: Path, out_dir: Path, *, model_type: str, architecture: str, trust_remote_code: bool = False
 ) -> tuple[Path, ...]:
-    """Trace the model that lies in `folder`; the files, with their cache where it generates text."""
+    """The files of the model in `folder`, with a cache where it generates text."""
     if architecture in OWN_ENCODER_DECODERS:
         with _quiet():
             return trace_parts(reference_model(open_source(str(folder))), out_dir, opset=OPSET)
@@ -98,25 +105,24 @@ def _supported_task(folder: Path, model_type: str, architecture: str) -> str:
             tasks = TasksManager.get_supported_tasks_for_model_type(
                 model_type, "onnx", library_name="transformers"
             )
-            known = set(tasks)
         except KeyError:
-            known = set()
+            tasks = {}
     base = next((task for end, task in TASKS.items() if architecture.endswith(end)), None)
-    wanted = [f"{base}-with-past"] if base in WITH_PAST else []
-    found = next((task for task in [*wanted, base] if task in known), None)
-    if found is None:
+    candidates = [f"{base}-with-past", base] if base in WITH_PAST else [base]
+    task = next((task for task in candidates if task in tasks), None)
+    if task is None:
         raise InputError(
             f"optimum cannot trace {architecture} of model type '{model_type}'",
             where=str(folder),
-            allowed=", ".join(sorted(known)) or "model types that optimum-onnx knows",
+            allowed=", ".join(sorted(tasks)) or "model types that optimum-onnx knows",
             next_step="use a model of a family that is emitted directly",
         )
-    return found
+    return task
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing on the terminal: the exporter's advice is for its own users."""
+    """Keeps the exporter's advice, which is for its own users, off the terminal."""
     before: Any = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -129,3 +135,126 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+class _Encoder(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder = model.get_encoder()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        encoded: Tensor = self.encoder(input_ids, attention_mask)[0]
+        return encoded
+
+
+class _First(nn.Module):
+    """The first step, which makes the caches."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder, self.lm_head, self.depth = model.model.decoder, model.lm_head, _depth(model)
+
+    def forward(self, mask: Tensor, input_ids: Tensor, encoded: Tensor) -> tuple[Tensor, ...]:
+        cache = new_cache()
+        logits = self.lm_head(self.decoder(input_ids, encoded, mask, cache))
+        return logits, *_held(cache, self.depth, (DECODER, ENCODER))
+
+
+class _Later(nn.Module):
+    """A later step, which reads the caches."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder, self.lm_head, self.depth = model.model.decoder, model.lm_head, _depth(model)
+
+    def forward(self, mask: Tensor, input_ids: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+        cache = new_cache()
+        for index in range(self.depth):
+            key, value, cross_key, cross_value = held[4 * index : 4 * index + 4]
+            cache.self_attention_cache.update(key, value, index)
+            cache.cross_attention_cache.update(cross_key, cross_value, index)
+            cache.is_updated[index] = True
+        logits = self.lm_head(self.decoder(input_ids, None, mask, cache))
+        return logits, *_held(cache, self.depth, (DECODER,))
+
+
+def _depth(model: Any) -> int:
+    return len(model.model.decoder.layers)
+
+
+def _held(cache: Any, depth: int, parts: Sequence[str]) -> tuple[Tensor, ...]:
+    """Keys and values layer by layer, in the order of `_names`."""
+    halves = {DECODER: cache.self_attention_cache, ENCODER: cache.cross_attention_cache}
+    layers = (halves[part].layers[index] for index in range(depth) for part in parts)
+    return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
+
+
+def _names(start: str, depth: int, parts: Sequence[str]) -> list[str]:
+    return [
+        f"{start}.{index}.{part}.{kind}"
+        for index in range(depth)
+        for part in parts
+        for kind in ("key", "value")
+    ]
+
+
+def trace_parts(model: Any, out_dir: Path, *, opset: int) -> tuple[Path, ...]:
+    """Write encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx.
+
+    For models with a plain encoder and a decoder of `decoder(ids, encoded, encoder_mask, cache)`.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    depth, sizes = _depth(model), model.config
+    ids = torch.ones((BATCH, LENGTH), dtype=torch.int64)
+    answer, mask = torch.ones((BATCH, ANSWER), dtype=torch.int64), torch.ones_like(ids)
+    encoded = torch.zeros((BATCH, LENGTH, sizes.hidden_size))
+    heads, width = sizes.num_key_value_heads, sizes.hidden_size // sizes.num_attention_heads
+    shapes = [(BATCH, heads, length, width) for length in (PAST, PAST, LENGTH, LENGTH)] * depth
+    text, answered = {0: "batch", 1: "encoder_sequence"}, {0: "batch", 1: "sequence"}
+    caches = {
+        name: {0: "batch", 2: f"{'past' if f'.{DECODER}.' in name else 'encoder'}_sequence"}
+        for name in _names("past_key_values", depth, (DECODER, ENCODER))
+    }
+    first = _names("present", depth, (DECODER, ENCODER))
+    later = _names("present", depth, (DECODER,))
+    grown = {name: {0: "batch", 2: f"{name.split('.')[2]}_total"} for name in first}
+    parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], list[str], list[str], dict[str, Any]]] = {
+        "encoder_model": (
+            _Encoder(model),
+            (ids, mask),
+            ["input_ids", "attention_mask"],
+            ["last_hidden_state"],
+            {"input_ids": text, "attention_mask": text, "last_hidden_state": text},
+        ),
+        "decoder_model": (
+            _First(model),
+            (mask, answer, encoded),
+            ["encoder_attention_mask", "input_ids", "encoder_hidden_states"],
+            ["logits", *first],
+            {"encoder_attention_mask": text, "input_ids": answered, "encoder_hidden_states": text}
+            | {"logits": answered, **grown},
+        ),
+        "decoder_with_past_model": (
+            _Later(model),
+            (mask, answer, *(torch.zeros(shape) for shape in shapes)),
+            ["encoder_attention_mask", "input_ids", *caches],
+            ["logits", *later],
+            {"encoder_attention_mask": text, "input_ids": answered, "logits": answered}
+            | caches
+            | {name: grown[name] for name in later},
+        ),
+    }
+    for name, (module, example, inputs, outputs, axes) in parts.items():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                module.eval(),
+                example,
+                str(out_dir / f"{name}.onnx"),
+                input_names=inputs,
+                output_names=outputs,
+                dynamic_axes=axes,
+                opset_version=opset,
+                dynamo=False,
+            )
+    return tuple(out_dir / f"{name}.onnx" for name in parts)

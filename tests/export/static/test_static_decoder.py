@@ -14,8 +14,7 @@ from static_graphs import emit_both, round_both
 from quantkit.errors import InputError
 from quantkit.export.static.decoder import why_not_static
 from quantkit.export.static.operators import StaticShape
-from quantkit.export.static.qdq import Bits
-from quantkit.export.static.value_grid import ValueGrid
+from quantkit.export.static.qdq import Bits, ValueGrid
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.pipeline.static_recipe import settle_static
