@@ -2,7 +2,7 @@
 
 Every float value becomes float16, weights, scales and the cache included; integer codes stay, and products
 take their inputs as they are instead of rounding them to integers. Norms keep their sums in float32, as their
-operators do by themselves. All outputs but the cache come out as float32, so that callers need not know.
+operators do by themselves. All outputs but the cache stay float32, so that callers need no change.
 Float weights of a file beside the graph are read, and lie in the graph as halves.
 """
 
@@ -26,9 +26,9 @@ LARGEST_HALF = np.float32(np.finfo(np.float16).max)
 
 def to_half(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     """The graph with float16 for float32; `folder` holds the weights that it keeps outside."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    graph = made.graph
+    halved = onnx.ModelProto()
+    halved.CopyFrom(model)
+    graph = halved.graph
     for tensor in graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
             _halve(tensor, folder)
@@ -50,7 +50,7 @@ def to_half(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
         else:
             value.type.tensor_type.elem_type = TensorProto.FLOAT16
     del graph.value_info[:]  # types that a tracer wrote down
-    return made
+    return halved
 
 
 def _halve(tensor: onnx.TensorProto, folder: Path) -> None:
@@ -75,7 +75,7 @@ def _halve(tensor: onnx.TensorProto, folder: Path) -> None:
 
 
 def _widen(graph: onnx.GraphProto, name: str) -> None:
-    """A cast to float32 under the output's name; what made it, and all that read it, know it by another."""
+    """A cast to float32 under the output's name; the float16 value gets another name."""
     halves = f"{name}/half"
     for node in graph.node:
         for places in (node.input, node.output):

@@ -1,7 +1,7 @@
-"""The operators that graphs are put together from: matrix products on a grid, table lookups, norms.
+"""Matrix products and table lookups in every format, for fused and traced graphs.
 
-Each function adds the fewest nodes that onnxruntime has a fused kernel for; what a kernel reads is what
-the checkpoint stores, so no weight is changed on the way. Operators:
+Each function adds the fewest nodes that onnxruntime has a fused kernel for. Kernels read weights as the
+checkpoint stores them. Operators:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
 
@@ -16,7 +16,7 @@ from quantkit.model.model_map import Activation
 from quantkit.quantization.grid import middle
 from quantkit.quantization.layout import Pack, TableEntry
 
-INTEGER_ACTIVATIONS = 4  # the level at which the operator rounds its input to INT8, block by block
+INTEGER_ACTIVATIONS = 4  # accuracy level at which the operator quantizes its input to INT8 by blocks
 MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type
 SMALLEST_PEAK = 1e-20  # a token of zeros stays zeros
 LEAST = {"Relu": 0.0, "Gelu": -0.1701, "FastGelu": -0.1701}  # what an operator gives is this or more
@@ -59,7 +59,7 @@ def matmul(graph: Graph, pack: Pack, x: str) -> str:
 
 
 def _static(graph: Graph, pack: Pack, x: str, bias: str, *, natively: bool = False) -> str:
-    """Standard operators only: the input rounded in a fixed range, both factors given back as floats.
+    """Standard operators only: the input quantized in a fixed range, both factors dequantized.
 
     A runtime for NPUs reads the four nodes as one integer product, and so does onnxruntime at 8 bits. It has
     no product for 16 and would turn the weights into floats anew in each run; so there 16 bits are multiplied
@@ -110,7 +110,7 @@ def _per_channel(graph: Graph, pack: Pack, x: str, bias: str) -> str:
 
 
 def _row_scaled(graph: Graph, pack: Pack, x: str, bias: str) -> str:
-    """The same with every token divided by its largest value first, so that one scale suits them all.
+    """Per-channel weights; every token is divided by its largest value first, so that one scale suits all.
 
     Where all values are known to lie above some small negative one, they are divided by no less than that,
     and the largest is found in one pass.

@@ -1,4 +1,4 @@
-"""Tiny ONNX models whose run time tells what a machine computes, what a node and what one product costs.
+"""Tiny ONNX models to time: a machine's throughput, the cost of a node, the cost of one product.
 
 The three matmuls share one shape, GPT-2's first FFN projection at a prompt of 128 tokens: large enough to be
 bound by arithmetic, small enough to run often within a second. Their weights are initializers, because
@@ -42,7 +42,7 @@ STRIDE_BYTES = 4 * 10007  # between the beginnings of two random tensors: no mul
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeModels:
-    """The models as bytes, and what their run times are to be divided by."""
+    """The models as bytes, and their numbers of operations and nodes."""
 
     float_matmul: bytes  # MatMul: float32 [rows, in] x float32 [in, out]
     integer_matmul: bytes  # MatMulInteger: uint8 [rows, in] x int8 [in, out], the bare integer product
@@ -150,7 +150,7 @@ def _serialized(graph: onnx.GraphProto) -> bytes:
 
 
 def format_name(form: Format, role: Role) -> str:
-    """What times of a format are kept under: the products of one name are the same operators.
+    """The name under which times of a format are kept: products of one name use the same operators.
 
     Mixed inputs are scaled by token where no norm precedes, and have one scale elsewhere.
     """
@@ -175,10 +175,10 @@ PROBED: dict[str, tuple[Format, Role]] = {
 def products_of(
     packs: Iterable[Pack], formats: Mapping[str, Format], *, prompt_rows: int
 ) -> tuple[Product, ...]:
-    """The products of an exported model, and what `formats` would make of each of them.
+    """The products of an exported model, each with its name of format under `formats`.
 
-    The packs may be those of a plan that quantizes nothing: what is packed does not depend on it. Of a prompt
-    an lm_head sees one row.
+    The packs may come from a plan that quantizes nothing: packing does not depend on it. An lm_head reads one
+    row of a prompt.
     """
     return tuple(
         Product(

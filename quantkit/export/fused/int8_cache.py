@@ -1,11 +1,11 @@
-"""The key-value cache as integers: an attention operator that stores what it has seen in eight bits.
+"""The KV cache in INT8: attention stores keys and values as integer codes.
 
 At long contexts a decoded token reads as many bytes of cache as of weights; in INT8 they are a quarter. The
 operator rounds keys and values as it stores them and multiplies with the codes, also within the prompt, so
-that a text read at once and token by token comes out alike. Scales are fixed, so calibration must find
-them: the float graph's own `present.*` outputs are what will be rounded. Keys have channels far larger than
-the others, and values have not; on the CPU both must be rounded the same way, so each channel of each head
-gets a scale of its own. Keys per channel: KIVI, https://arxiv.org/abs/2402.02750.
+that a text read at once gives the same as token by token. Scales are fixed and come from calibration on the
+`present.*` outputs of the float graph. Keys have outlier channels and values have none, but the CPU kernel
+wants one way for both, so each channel of each head has its own scale. Keys per channel: KIVI,
+https://arxiv.org/abs/2402.02750.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHARING: dict[str, str] = {"channel": "PER_CHANNEL", "tensor": "PER_TENSOR"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachePeaks:
-    """The largest keys and values that calibration saw in one attention's cache."""
+    """Largest magnitudes of keys and values in one attention's cache during calibration."""
 
     key_HD: Floats
     value_HD: Floats
@@ -70,14 +70,14 @@ class CacheParts:
 
 
 def widen(
-    seen: CachePeaks | None,
+    peaks: CachePeaks | None,
     key_BHTD: Floats,
     value_BHTD: Floats,
     *,
     where: str,
     rotary_dim: int | None = None,
 ) -> CachePeaks:
-    """Peaks with one more text's cache taken in: all of its positions must be filled.
+    """Peaks that include one more text's cache, all of whose positions must be filled.
 
     Rotation turns the channels i and i + rotary_dim / 2 into each other as the position grows, and
     calibration texts are shorter than the context; so each of such a pair is given the length of both.
@@ -89,9 +89,9 @@ def widen(
         length_HP = np.sqrt(np.square(pairs).sum(axis=3)).max(axis=(0, 2))
         key_HD[:, :rotary_dim] = np.tile(length_HP, 2)
     num_positions = key_BHTD.shape[0] * key_BHTD.shape[2]
-    if seen is not None:
-        key_HD, value_HD = np.maximum(key_HD, seen.key_HD), np.maximum(value_HD, seen.value_HD)
-        num_positions += seen.num_positions
+    if peaks is not None:
+        key_HD, value_HD = np.maximum(key_HD, peaks.key_HD), np.maximum(value_HD, peaks.value_HD)
+        num_positions += peaks.num_positions
     return CachePeaks(key_HD=key_HD, value_HD=value_HD, num_positions=num_positions)
 
 
@@ -166,9 +166,9 @@ def quantize_cache(
     sharing: str = "channel",
 ) -> onnx.ModelProto:
     """The fused decoder with its cache in another format: a copy, whose weights are not touched."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    nodes = attention_nodes(made)
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    nodes = attention_nodes(changed)
     if len(nodes) != len(peaks) or not nodes:
         raise InputError(
             f"{len(nodes)} attentions with a cache, and calibration saw {len(peaks)}",
@@ -176,19 +176,21 @@ def quantize_cache(
             allowed="a decoder written as a fused graph",
         )
     types: dict[str, int] = {}
-    for node, seen in zip(nodes, peaks, strict=True):
-        parts = cache_parts(node.name, cache_format, seen, sharing=sharing)
+    for node, node_peaks in zip(nodes, peaks, strict=True):
+        parts = cache_parts(node.name, cache_format, node_peaks, sharing=sharing)
         inputs = list(node.input)[:HEAD_SINK]
         inputs += [""] * (HEAD_SINK - len(inputs))
         del node.input[:]
         node.input.extend([*inputs, *parts.inputs] if parts.inputs else inputs)
         node.attribute.extend(helper.make_attribute(key, value) for key, value in parts.attributes.items())
-        made.graph.initializer.extend(numpy_helper.from_array(a, key) for key, a in parts.constants.items())
+        changed.graph.initializer.extend(
+            numpy_helper.from_array(a, key) for key, a in parts.constants.items()
+        )
         types |= dict.fromkeys((*node.input[3:5], *node.output[1:3]), parts.element_type)
-    for value in (*made.graph.input, *made.graph.output):
+    for value in (*changed.graph.input, *changed.graph.output):
         if value.name in types:
             value.type.tensor_type.elem_type = types[value.name]
-    return made
+    return changed
 
 
 def rewrite(path: Path, peaks: Sequence[CachePeaks], *, cache_format: str) -> None:

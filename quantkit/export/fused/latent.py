@@ -1,9 +1,9 @@
-"""The latents of an FFN as outputs of their own, by one product or, block-diagonally, by one for each head.
+"""Latents of an FFN as outputs of their own: one product, or one for each head of a block-diagonal weight.
 
-A latent is trained beside the FFN and read by no later layer; it is written where the user wants to keep
-it. As long as its weight is block-diagonal, a head reads its own share of the inputs alone: one small product
-a head reads as many times fewer bytes as there are heads, and all off the diagonal stays exactly zero.
-The products of all heads read slices of one stored tensor, whose rows are a head's after another's.
+A latent is trained beside the FFN and read by no later layer; it is an output where the user keeps it.
+Under a block-diagonal weight a head reads only its own inputs: one small product a head divides the bytes by
+the number of heads, and everything off the diagonal stays exactly zero. The products read slices of one
+stored tensor, whose rows are ordered by head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from quantkit.quantization.layout import Contents, Pack
 
 
 def keeps_latents(contents: Contents, block: Block) -> bool:
-    """Whether the block has latents to give."""
     return contents.pack_of(Role.FFN_LATENT, block.name) is not None
 
 
@@ -29,12 +28,12 @@ def add_latents(graph: Graph, contents: Contents, block: Block, hidden: str) -> 
     heads = pack.layers[0].num_heads
     width = pack.out_features // heads
     if pack.num_groups == 1:
-        made = operators.matmul(graph, pack, hidden)
+        latents = operators.matmul(graph, pack, hidden)
     elif pack.format is None:
-        made = _float_heads(graph, pack, hidden)
+        latents = _float_heads(graph, pack, hidden)
     else:
-        made = _integer_heads(graph, pack, hidden)
-    latents = graph.op("Reshape", made, graph.integers(0, 0, heads, width), name=f"{pack.name}/heads")
+        latents = _integer_heads(graph, pack, hidden)
+    latents = graph.op("Reshape", latents, graph.integers(0, 0, heads, width), name=f"{pack.name}/heads")
     name = f"latents.{block.index}"
     graph.output(latents, name, TensorProto.FLOAT, ["batch", "sequence", heads, width])
 
@@ -46,20 +45,20 @@ def _integer_heads(graph: Graph, pack: Pack, hidden: str) -> str:
     parts = graph.ops("Split", hidden, graph.integers(*([width] * heads)), wanted=(True,) * heads, axis=-1)
     graph.integer_nodes[pack.name] = [layer.name for layer in pack.layers]
     graph.num_blocks[pack.name] = heads
-    made = []
+    products = []
     for head, part in enumerate(parts):
         rows = (head * width, width)
         weights = [graph.weight(f"{pack.name}.{name}", rows) for name in ("codes", "scales")]
         zeros = "" if grid.is_symmetric else graph.weight(f"{pack.name}.zeros", rows)
         bias = graph.weight(f"{pack.name}.bias", rows) if pack.has_bias else ""
-        made.append(
+        products.append(
             graph.op(
                 "MatMulNBits", part, *weights, zeros, "", bias, name=pack.name, domain=CONTRIB,
                 K=width, N=width, bits=grid.bits, block_size=grid.block,
                 accuracy_level=operators.INTEGER_ACTIVATIONS,
             )
         )  # fmt: skip
-    return graph.op("Concat", *made, axis=-1)
+    return graph.op("Concat", *products, axis=-1)
 
 
 def _float_heads(graph: Graph, pack: Pack, hidden: str) -> str:

@@ -1,8 +1,7 @@
-"""A decoder cut in three: token ids to features, features through the blocks, features to logits.
+"""A decoder cut in three graphs: token ids to features, features through the blocks, features to logits.
 
-The middle one is all work and knows neither tokens nor words; it may run where the others must not. Its
-features are in an order of its own, which the other two put on and take off with one gather each, so that
-their tables and their head stay number for number what they are in the whole model.
+The blocks read no token ids and may run on an untrusted host. Their features are permuted; the embedding and
+head graphs apply and undo the order with one Gather each, so that their tables and head keep their values.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def emit_blocks(
 ) -> onnx.ModelProto:
     """The blocks with their cache: features before the first to features behind the last, before any norm.
 
-    Like logits of a whole decoder, features come out for `num_features` tokens up to each row's last; one,
-    where a caller sets nothing.
+    Features come out for `num_features` tokens up to each row's last, 1 by default, like a decoder's logits.
     """
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
     walk = fused_walk(graph, model_map, contents)
@@ -104,6 +102,6 @@ def _width(model_map: ModelMap) -> int:
 
 
 def read_blocks(path: Path) -> dict[str, NDArray[Any]]:
-    """Every tensor of a host's file by its name: what whoever runs it can look at."""
+    """Every tensor of a host's file by its name, as the host can read it."""
     model = onnx.load(str(path))
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
