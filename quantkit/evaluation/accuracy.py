@@ -1,24 +1,25 @@
-"""Perplexity, KL divergence and top-1 agreement of a quantized model against its reference, on one text.
+"""Perplexity, KL divergence and top-1 agreement of a quantized model and its reference on one text.
 
-The text is read in windows that overlap: each window predicts only the tokens that no earlier one did, and
-the rest is their context, so every token but the first counts exactly once. With a stride of a whole window
-nothing overlaps, and the first token of each window is predicted by none and counted by none. Windows and
-losses are those of https://huggingface.co/docs/transformers/perplexity; window and stride decide the figure
-as much as the model does, and so belong to the result. One thing differs: that page weighs the mean of each
-overlapping window as if it had predicted one token fewer than it did, while here every predicted token
-weighs the same. On 16,384 tokens of the embedded model's text (window 512, stride 256) that moves its
-perplexity by 0.001%; without overlap the two are equal.
+The text is read in overlapping windows. A window predicts only the tokens that no earlier window predicted;
+its other tokens are context. Every token but the first therefore counts once. A stride of a whole window
+gives no overlap: the first token of each window is then neither predicted nor counted. Perplexity depends on
+window and stride, so both are part of the result.
 
-Both models see a window before the next one is begun: of its logits a few numbers for each token are kept.
+Windows and losses follow https://huggingface.co/docs/transformers/perplexity, with one difference. That page
+weights the mean of an overlapping window by one token fewer than the window predicted; here every predicted
+token has the same weight. On 16,384 tokens of the embedded model's text (window 512, stride 256) the
+difference is 0.001% of perplexity; without overlap it is zero.
 
-KL(reference || quantized) sees every change of a distribution, where perplexity sees only the one token that
-came next and where errors of both signs cancel. The standard errors take tokens as independent.
+Both models read a window before the next window begins. Only a few numbers for each token are kept.
+
+KL(reference || quantized) covers the whole distribution. Perplexity covers only the probability of the next
+token, where errors of opposite sign cancel. Standard errors assume independent tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,35 +35,39 @@ Doubles = NDArray[np.float64]
 Logits = Callable[[Ints], Floats]  # token ids [B, S] -> logits [B, S, V]
 
 MIN_TOKENS = 3  # two predictions: one alone has no standard error
-# Float64 working copies of this many logits stay in the cache; ten times more run at half the speed.
+# Logits of a chunk: their float64 copies fit in the cache. Chunks ten times larger take twice the time.
 CHUNK_VALUES = 1 << 18
 LARGEST_MEAN_NLL = 700.0  # exp of more is beyond float64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Tokens [begin, end) go in; tokens [first_target, end) are predicted and counted."""
+    """Tokens [begin, end) are read; tokens [first_target, end) are predicted and counted."""
 
     begin: int
     end: int
     first_target: int
 
+    @property
+    def num_targets(self) -> int:
+        return self.end - self.first_target
+
 
 def windows(num_tokens: int, *, window: int, stride: int) -> Iterator[Window]:
-    """The windows of a text; they end with the one that reaches its last token."""
+    """Windows of a text; the last window is the first that reaches the last token."""
     if window < 2 or not 1 <= stride <= window:
         raise InputError(
             f"window {window} with stride {stride}",
             where="accuracy",
             allowed="a window of at least 2 tokens, a stride from 1 to the window",
         )
-    done = 0
+    predicted = 0
     for begin in range(0, num_tokens, stride):
         end = min(begin + window, num_tokens)
-        first_target = max(done, begin + 1)  # nothing predicts the first token of a window
+        first_target = max(predicted, begin + 1)  # the first token of a window has no context
         if end > first_target:
             yield Window(begin=begin, end=end, first_target=first_target)
-        done = end
+        predicted = end
         if end == num_tokens:
             return
 
@@ -78,56 +83,32 @@ def measure_accuracy(
     is_meaningful: bool = True,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Accuracy:
-    """Compare two models on a text; `progress` is told how many more tokens were predicted."""
-    ids, spans = _read(token_ids, window=window, stride=stride, text=text)
-    num_predicted = sum(each.end - each.first_target for each in spans)
-    nll_T = {"reference": np.empty(num_predicted), "quantized": np.empty(num_predicted)}
-    kl_T = np.empty(num_predicted)
-    is_same_T = np.empty(num_predicted, np.bool_)
-    largest_logit = largest_difference = 0.0
-    done = 0
-    for each in spans:
-        inputs_BS = ids[None, each.begin : each.end]
-        reference_SV = _predictions(reference(inputs_BS), each, "reference")
-        quantized_SV = _predictions(quantized(inputs_BS), each, "quantized")
-        if reference_SV.shape != quantized_SV.shape:
-            raise InputError(
-                f"the vocabularies differ: {reference_SV.shape[1]} tokens in the reference, "
-                f"{quantized_SV.shape[1]} in the quantized model",
-                where="accuracy",
-                next_step="compare a model with the one that it was made from",
-            )
-        count, first = each.end - each.first_target, each.first_target
-        step = max(1, CHUNK_VALUES // reference_SV.shape[1])
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            place = slice(done + start, done + stop)
-            chunk = _compare(
-                reference_SV[start:stop],
-                quantized_SV[start:stop],
-                ids[first + start : first + stop],
-                first_target=first + start,
-            )
-            nll_T["reference"][place], nll_T["quantized"][place] = chunk.reference_nll, chunk.quantized_nll
-            kl_T[place], is_same_T[place] = chunk.kl, chunk.is_same_top1
-            largest_logit = max(largest_logit, chunk.largest_logit)
-            largest_difference = max(largest_difference, chunk.largest_difference)
-        done += count
-        progress(count)
-    difference, difference_error = _mean_and_error(nll_T["quantized"] - nll_T["reference"])
+    """Compare two models on a text; `progress` receives the number of tokens predicted in each window."""
+    models = {"reference": reference, "quantized": quantized}
+    chunks = [
+        _compare(reference_SV, quantized_SV, targets_S, first_target=first_target)
+        for first_target, targets_S, (reference_SV, quantized_SV) in _predictions(
+            models, token_ids, window=window, stride=stride, text=text, progress=progress
+        )
+    ]
+    reference_T, quantized_T = np.concatenate([chunk.nll_MS for chunk in chunks], axis=1)
+    kl_T = np.concatenate([chunk.kl_S for chunk in chunks])
+    largest_logit = max(chunk.largest_logit for chunk in chunks)
+    difference, difference_error = _mean_and_error(quantized_T - reference_T)
     kl_divergence, kl_standard_error = _mean_and_error(kl_T)
-    perplexity = {name: _perplexity(values, name) for name, values in nll_T.items()}
     return Accuracy(
-        reference=perplexity["reference"],
-        quantized=perplexity["quantized"],
+        reference=_perplexity(reference_T, "reference"),
+        quantized=_perplexity(quantized_T, "quantized"),
         increase=math.expm1(difference),
         increase_standard_error=math.exp(difference) * difference_error,
         kl_divergence=kl_divergence,
         kl_standard_error=kl_standard_error,
         kl_99th_percentile=float(np.percentile(kl_T, 99)),
-        top1_agreement=float(is_same_T.mean()),
-        max_relative_logit_error=largest_difference / largest_logit if largest_logit else 0.0,
-        num_tokens=num_predicted,
+        top1_agreement=float(np.concatenate([chunk.is_same_top1_S for chunk in chunks]).mean()),
+        max_relative_logit_error=(
+            max(chunk.largest_difference for chunk in chunks) / largest_logit if largest_logit else 0.0
+        ),
+        num_tokens=len(kl_T),
         window=window,
         stride=stride,
         text=text,
@@ -137,10 +118,10 @@ def measure_accuracy(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextPerplexity:
-    """One model alone on a text, with the protocol that its figure depends on."""
+    """Perplexity of one model on a text, with the windows that it depends on."""
 
     perplexity: Perplexity
-    num_tokens: int  # predicted ones
+    num_tokens: int  # predicted tokens
     window: int
     stride: int
     text: str
@@ -155,15 +136,16 @@ def measure_perplexity(
     text: str,
     progress: Callable[[int], None] = lambda count: None,
 ) -> TextPerplexity:
-    """The same windows and the same figure as `measure_accuracy`, without a reference."""
-    ids, spans = _read(token_ids, window=window, stride=stride, text=text)
-    parts = []
-    for each in spans:
-        logits_SV = _predictions(model(ids[None, each.begin : each.end]), each, "quantized")
-        nll_S, _ = score_tokens(logits_SV, ids[each.first_target : each.end], first_target=each.first_target)
-        parts.append(nll_S)
-        progress(len(nll_S))
-    nll_T = np.concatenate(parts)
+    """Measure one model on the windows of `measure_accuracy`."""
+    chunks = _predictions(
+        {"quantized": model}, token_ids, window=window, stride=stride, text=text, progress=progress
+    )
+    nll_T = np.concatenate(
+        [
+            score_tokens(logits_SV, targets_S, first_target=first_target)[0]
+            for first_target, targets_S, (logits_SV,) in chunks
+        ]
+    )
     return TextPerplexity(
         perplexity=_perplexity(nll_T, "quantized"),
         num_tokens=len(nll_T),
@@ -174,24 +156,30 @@ def measure_perplexity(
 
 
 def score_tokens(
-    logits_SV: Floats, targets_S: Ints, *, first_target: int = 0, name: str = "quantized"
+    logits_SV: Floats, targets_S: Ints, *, first_target: int = 0
 ) -> tuple[Doubles, NDArray[np.bool_]]:
-    """(negative log-likelihood of each target in nats, whether it is the likeliest token)."""
+    """(negative log-likelihood of each target in nats, whether the target has the largest logit)."""
     nll_S, is_top_S = np.empty(len(targets_S)), np.empty(len(targets_S), np.bool_)
     step = max(1, CHUNK_VALUES // logits_SV.shape[1])
     for start in range(0, len(targets_S), step):
         values_SV, targets = logits_SV[start : start + step], targets_S[start : start + step]
-        rows, top_S = np.arange(len(targets)), values_SV.argmax(axis=1)
-        _check_finite(values_SV, top_S, first_target=first_target + start, name=name)
-        shifted_SV = np.subtract(values_SV, values_SV[rows, top_S][:, None], dtype=np.float64)
-        chosen_S = shifted_SV[rows, targets]
+        shifted_SV, top_S = _shifted(values_SV, first_target=first_target + start, name="quantized")
+        chosen_S = shifted_SV[np.arange(len(targets)), targets]
         nll_S[start : start + step] = np.log(np.exp(shifted_SV, out=shifted_SV).sum(axis=1)) - chosen_S
         is_top_S[start : start + step] = top_S == targets
     return nll_S, is_top_S
 
 
-def _read(token_ids: Ints, *, window: int, stride: int, text: str) -> tuple[Ints, tuple[Window, ...]]:
-    """The ids as they are fed, and the windows over them."""
+def _predictions(
+    models: Mapping[str, Logits],
+    token_ids: Ints,
+    *,
+    window: int,
+    stride: int,
+    text: str,
+    progress: Callable[[int], None],
+) -> Iterator[tuple[int, Ints, list[Floats]]]:
+    """Chunks of predicted tokens: (index of the first target, targets [S], logits [S, V] of every model)."""
     ids = np.ascontiguousarray(token_ids, np.int64)
     assert ids.ndim == 1, ids.shape
     if len(ids) < MIN_TOKENS:
@@ -202,86 +190,87 @@ def _read(token_ids: Ints, *, window: int, stride: int, text: str) -> tuple[Ints
             next_step="give a longer text",
         )
     spans = tuple(windows(len(ids), window=window, stride=stride))
-    if sum(each.end - each.first_target for each in spans) < MIN_TOKENS - 1:
+    if sum(span.num_targets for span in spans) < MIN_TOKENS - 1:
         raise InputError(
             f"window {window} with stride {stride} predicts too few of the text's {len(ids)} tokens",
             where="accuracy",
             allowed=f"{MIN_TOKENS - 1} predicted tokens or more",
             next_step="take a longer text or a smaller stride",
         )
-    return ids, spans
-
-
-def _predictions(logits_BSV: Floats, window: Window, name: str) -> Floats:
-    """The positions that predict the window's counted tokens: each stands one before its token."""
-    expected = (1, window.end - window.begin)
-    assert logits_BSV.ndim == 3, (name, logits_BSV.shape)
-    assert logits_BSV.shape[:2] == expected, (name, logits_BSV.shape, expected)
-    return logits_BSV[0, window.first_target - 1 - window.begin : -1]
+    for span in spans:
+        outputs = []
+        for name, model in models.items():
+            logits_BSV = model(ids[None, span.begin : span.end])
+            expected = (1, span.end - span.begin)
+            assert logits_BSV.ndim == 3, (name, logits_BSV.shape)
+            assert logits_BSV.shape[:2] == expected, (name, logits_BSV.shape, expected)
+            # Position t predicts token t + 1.
+            outputs.append(logits_BSV[0, span.first_target - 1 - span.begin : -1])
+        step = max(1, CHUNK_VALUES // outputs[0].shape[1])
+        for start in range(0, span.num_targets, step):
+            first = span.first_target + start
+            chunk = [logits_SV[start : start + step] for logits_SV in outputs]
+            yield first, ids[first : min(first + step, span.end)], chunk
+        progress(span.num_targets)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """The few numbers that are kept of each position."""
+    """Scores of a few positions."""
 
-    reference_nll: Doubles
-    quantized_nll: Doubles
-    kl: Doubles
-    is_same_top1: NDArray[np.bool_]
-    largest_logit: float
+    nll_MS: Doubles  # M: reference, quantized
+    kl_S: Doubles
+    is_same_top1_S: NDArray[np.bool_]
+    largest_logit: float  # of the reference
     largest_difference: float
 
 
 def _compare(reference_SV: Floats, quantized_SV: Floats, targets_S: Ints, *, first_target: int) -> _Chunk:
+    if reference_SV.shape != quantized_SV.shape:
+        raise InputError(
+            f"the vocabularies differ: {reference_SV.shape[1]} tokens in the reference, "
+            f"{quantized_SV.shape[1]} in the quantized model",
+            where="accuracy",
+            next_step="compare the model with its own original",
+        )
     rows = np.arange(len(targets_S))
-    top_S, quantized_top_S = reference_SV.argmax(axis=1), quantized_SV.argmax(axis=1)
-    shifted = {}
-    largest_logit = 0.0
-    for name, values_SV, best_S in (
-        ("reference", reference_SV, top_S),
-        ("quantized", quantized_SV, quantized_top_S),
-    ):
-        highest_S, lowest_S = _check_finite(values_SV, best_S, first_target=first_target, name=name)
-        if name == "reference":
-            largest_logit = float(max(abs(highest_S).max(), abs(lowest_S).max()))
-        # Shifted by the largest, no exponential overflows and the sum is at least 1.
-        shifted[name] = np.subtract(values_SV, highest_S[:, None], dtype=np.float64)
-    reference_ZSV, quantized_ZSV = shifted["reference"], shifted["quantized"]
-    reference_nll, quantized_nll = -reference_ZSV[rows, targets_S], -quantized_ZSV[rows, targets_S]
+    reference_ZSV, top_S = _shifted(reference_SV, first_target=first_target, name="reference")
+    quantized_ZSV, quantized_top_S = _shifted(quantized_SV, first_target=first_target, name="quantized")
+    chosen_MS = np.stack([reference_ZSV[rows, targets_S], quantized_ZSV[rows, targets_S]])
     weight_SV = np.exp(reference_ZSV)
     total_S = weight_SV.sum(axis=1)
     reference_log_S = np.log(total_S)
     difference_SV = np.subtract(reference_ZSV, quantized_ZSV, out=reference_ZSV)
     np.exp(quantized_ZSV, out=quantized_ZSV)
     quantized_log_S = np.log(quantized_ZSV.sum(axis=1))
-    # The shift of each model back in: logit differences as they were.
-    offset_S = (reference_SV[rows, top_S] - quantized_SV[rows, quantized_top_S].astype(np.float64))[:, None]
     kl_S = np.einsum("sv,sv->s", weight_SV, difference_SV) / total_S - reference_log_S + quantized_log_S
-    difference_SV += offset_S
+    # Adds the two maxima back: differences of the original logits.
+    offset_S = reference_SV[rows, top_S] - quantized_SV[rows, quantized_top_S].astype(np.float64)
+    difference_SV += offset_S[:, None]
     return _Chunk(
-        reference_nll=reference_nll + reference_log_S,
-        quantized_nll=quantized_nll + quantized_log_S,
-        kl=np.maximum(kl_S, 0.0),  # rounding can leave -1e-16
-        is_same_top1=top_S == quantized_top_S,
-        largest_logit=largest_logit,
+        nll_MS=np.stack([reference_log_S, quantized_log_S]) - chosen_MS,
+        kl_S=np.maximum(kl_S, 0.0),  # rounding can leave -1e-16
+        is_same_top1_S=top_S == quantized_top_S,
+        largest_logit=float(np.abs(reference_SV).max()),
         largest_difference=float(max(difference_SV.max(), -difference_SV.min())),
     )
 
 
-def _check_finite(
-    values_SV: Floats, top_S: NDArray[np.intp], *, first_target: int, name: str
-) -> tuple[Floats, Floats]:
-    """(highest, lowest logit of each position); a position with one that is no finite number is named."""
-    highest_S, lowest_S = values_SV[np.arange(len(top_S)), top_S], values_SV.min(axis=1)
-    is_finite_S = np.isfinite(highest_S) & np.isfinite(lowest_S)  # argmax and min both find a NaN
+def _shifted(values_SV: Floats, *, first_target: int, name: str) -> tuple[Doubles, NDArray[np.intp]]:
+    """(logits minus the maximum of their position, index of the maximum); logits that are not finite raise.
+
+    After the shift no exponential overflows, and the sum of exponentials is at least 1.
+    """
+    top_S = values_SV.argmax(axis=1)
+    highest_S = values_SV[np.arange(len(top_S)), top_S]
+    is_finite_S = np.isfinite(highest_S) & np.isfinite(values_SV.min(axis=1))  # argmax and min return a NaN
     if not is_finite_S.all():
         raise InputError(
-            f"the {name} model's logits for token {first_target + int(is_finite_S.argmin())} are "
-            "infinite or no numbers",
+            f"the {name} model's logits for token {first_target + int(is_finite_S.argmin())} are not finite",
             where="accuracy",
-            next_step="half precision overflowed or weights are damaged; start from a sound checkpoint",
+            next_step="half precision overflowed, or weights are damaged; start from an intact checkpoint",
         )
-    return highest_S, lowest_S
+    return np.subtract(values_SV, highest_S[:, None], dtype=np.float64), top_S
 
 
 def _mean_and_error(values: Doubles) -> tuple[float, float]:
@@ -292,9 +281,9 @@ def _perplexity(nll_T: Doubles, name: str) -> Perplexity:
     mean, standard_error = _mean_and_error(nll_T)
     if mean > LARGEST_MEAN_NLL:
         raise InputError(
-            f"the {name} model gives the text a negative log-likelihood of {mean:.0f} a token",
+            f"the {name} model gives the text a negative log-likelihood of {mean:.0f} per token",
             where="accuracy",
-            next_step="its weights are damaged, or its tokenizer is another model's",
+            next_step="its weights are damaged, or the tokenizer belongs to another model",
         )
-    # d exp(x) = exp(x) dx carries the error of the mean over to perplexity.
+    # Error of exp(mean): d exp(x) = exp(x) dx.
     return Perplexity(value=math.exp(mean), standard_error=math.exp(mean) * standard_error)

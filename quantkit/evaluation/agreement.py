@@ -1,7 +1,7 @@
-"""How close the logits of one execution provider are to a reference's, at the positions that it gave.
+"""Agreement of the outputs of an execution provider with those of a reference.
 
-Few texts have to do here, since an emulator takes seconds for each, so perplexity is told as a ratio on the
-same tokens and KL divergence stands beside it. An encoder's states predict nothing: their direction counts.
+Only a few texts are compared, because an emulator takes seconds for each. Perplexity is therefore a ratio on
+equal tokens, with KL divergence beside it. The outputs of an encoder predict no token: their cosine counts.
 """
 
 from __future__ import annotations
@@ -12,76 +12,69 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.evaluation.accuracy import score_tokens
+from quantkit.evaluation.accuracy import Floats, Ints, score_tokens
 from quantkit.evaluation.measurements import ProviderAccuracy
-
-# Letters: W texts, P positions compared, S tokens of a text, V vocabulary or width.
-Floats = NDArray[np.float32]
+from quantkit.evaluation.similarity import pooled_cosine
 
 
 def agreement(
-    made_WPV: Floats,
+    outputs_WPV: Floats,
     reference_WPV: Floats,
     *,
-    ids_WS: NDArray[np.int64],
+    ids_WS: Ints,
     positions: Sequence[int],
     reference: str,
     predicts_tokens: bool,
 ) -> ProviderAccuracy:
-    """Of logits that predict the next token everything; of states the errors and the least cosine."""
-    difference = made_WPV.astype(np.float64) - reference_WPV
+    """Compare outputs at `positions` of W texts: logits of a decoder (V tokens), states of an encoder."""
     largest = float(np.abs(reference_WPV).max())
-    error = float(np.abs(difference).max()) / largest if largest else 0.0
-    common = {
-        "reference": reference,
-        "max_relative_logit_error": error,
-        "num_tokens": made_WPV.shape[0] * made_WPV.shape[1],
-    }
-    is_same_WP = made_WPV.argmax(axis=-1) == reference_WPV.argmax(axis=-1)
-    top1 = float(is_same_WP.mean())
-    if not predicts_tokens:
-        return ProviderAccuracy(
-            **common, top1_agreement=top1, lowest_cosine=_lowest_cosine(made_WPV, reference_WPV)
-        )
-    kl = float(np.mean([_divergence(*pair) for pair in zip(reference_WPV, made_WPV, strict=True)]))
+    error = float(np.abs(outputs_WPV.astype(np.float64) - reference_WPV).max())
+    pairs = list(zip(reference_WPV, outputs_WPV, strict=True))
+    kl = perplexity_ratio = lowest_cosine = None
+    if predicts_tokens:
+        kl = float(np.mean([_divergence(*pair) for pair in pairs]))
+        perplexity_ratio = _perplexity_ratio(outputs_WPV, reference_WPV, ids_WS, positions)
+    else:
+        cosines = [pooled_cosine(*(states.astype(np.float64) for states in pair)) for pair in pairs]
+        lowest_cosine = float(np.min(cosines))
     return ProviderAccuracy(
-        **common,
-        top1_agreement=top1,
+        reference=reference,
+        max_relative_logit_error=error / largest if largest else 0.0,
+        num_tokens=outputs_WPV.shape[0] * outputs_WPV.shape[1],
+        top1_agreement=float((outputs_WPV.argmax(axis=-1) == reference_WPV.argmax(axis=-1)).mean()),
         kl_divergence=kl,
-        perplexity_ratio=_perplexity_ratio(made_WPV, reference_WPV, ids_WS, positions),
+        perplexity_ratio=perplexity_ratio,
+        lowest_cosine=lowest_cosine,
     )
 
 
 def _perplexity_ratio(
-    made_WPV: Floats, reference_WPV: Floats, ids_WS: NDArray[np.int64], positions: Sequence[int]
+    outputs_WPV: Floats, reference_WPV: Floats, ids_WS: Ints, positions: Sequence[int]
 ) -> float | None:
-    """Over the positions that have a token behind them; None where there is none."""
-    places = [number for number, place in enumerate(positions) if place + 1 < ids_WS.shape[1]]
-    if not places:
+    """Ratio over the positions that precede a token; None if no position does."""
+    rows = [row for row, position in enumerate(positions) if position + 1 < ids_WS.shape[1]]
+    if not rows:
         return None
-    targets_WP = ids_WS[:, [positions[number] + 1 for number in places]]
-    means = [
-        np.mean([score_tokens(one_PV[places], row)[0] for one_PV, row in zip(each, targets_WP, strict=True)])
-        for each in (made_WPV, reference_WPV)
-    ]
-    return math.exp(float(means[0] - means[1]))
+    targets_WP = ids_WS[:, [positions[row] + 1 for row in rows]]
+    nll, reference_nll = (
+        np.mean(
+            [
+                score_tokens(logits_PV[rows], targets_P)[0]
+                for logits_PV, targets_P in zip(logits_WPV, targets_WP, strict=True)
+            ]
+        )
+        for logits_WPV in (outputs_WPV, reference_WPV)
+    )
+    return math.exp(float(nll - reference_nll))
 
 
-def _divergence(reference_PV: Floats, made_PV: Floats) -> float:
-    """Mean KL(reference || made) in nats."""
-    reference, made = (_log_softmax(each) for each in (reference_PV, made_PV))
-    return float((np.exp(reference) * (reference - made)).sum(axis=-1).mean())
+def _divergence(reference_PV: Floats, outputs_PV: Floats) -> float:
+    """Mean KL(reference || outputs) in nats."""
+    reference, outputs = (_log_softmax(logits_PV) for logits_PV in (reference_PV, outputs_PV))
+    return float((np.exp(reference) * (reference - outputs)).sum(axis=-1).mean())
 
 
 def _log_softmax(logits_PV: Floats) -> NDArray[np.float64]:
     shifted = logits_PV - logits_PV.max(axis=-1, keepdims=True).astype(np.float64)
     log: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return log
-
-
-def _lowest_cosine(made_WPV: Floats, reference_WPV: Floats) -> float:
-    """Of the texts' states, pooled by the mean over positions."""
-    made, wanted = (each.astype(np.float64).mean(axis=1) for each in (made_WPV, reference_WPV))
-    norms = np.linalg.norm(made, axis=-1) * np.linalg.norm(wanted, axis=-1)
-    dots = (made * wanted).sum(axis=-1)
-    return float(np.divide(dots, norms, out=np.ones_like(dots), where=norms > 0).min())

@@ -1,4 +1,4 @@
-"""An artifact folder opened with its recipe; the recipe's settings hold unless they are overridden."""
+"""Artifacts open for measurement: folder, recipe and session."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from quantkit.errors import InputError
-from quantkit.evaluation.models import open_measured
 from quantkit.export.check import held_bytes
+from quantkit.export.static.shared_weights import with_all_logits
 from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe
-from quantkit.runtime.graph import holds_model
+from quantkit.runtime.graph import NotTextError, holds_model
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.session import Session
+from quantkit.runtime.session import Session, open_session
 
 LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
 
@@ -27,12 +29,12 @@ class OpenArtifact:
 
     @property
     def context(self) -> int:
-        """The most tokens that the model reads."""
+        """Maximum number of tokens."""
         return self.session.context or LARGEST_WINDOW
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the session, else as config.json says."""
+        """Vocabulary size of the session, else of config.json."""
         path = self.folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return self.session.vocab_size or config.get("vocab_size")
@@ -43,7 +45,7 @@ class OpenArtifact:
 
     @property
     def described(self) -> dict[str, str]:
-        """Folder, model and scheme, as reports name them."""
+        """Folder, model and scheme for reports."""
         metadata = self.session.metadata
         return {
             "artifact": str(self.folder),
@@ -57,8 +59,30 @@ class OpenArtifact:
         return held_bytes(self.folder, sorted(self.folder.glob("*.onnx")))
 
 
+def open_measured(folder: Path, *, threads: int | None = None, provider: str | None = None) -> Session:
+    """Open a session with logits of every position; a static prompt graph is rewritten for that."""
+    return open_session(folder, threads=threads, provider=provider, with_all_logits=with_all_logits)
+
+
+def why_not_measured(folder: Path) -> str | None:
+    """Reason why an artifact reads no text, or None; traced graphs may have other inputs.
+
+    A file that cannot be loaded raises another error.
+    """
+    try:
+        session = open_session(folder)
+    except NotTextError as error:
+        return str(error)
+    if not session.generates:
+        try:
+            session.logits(np.ones((1, 2), np.int64))
+        except InputError as error:
+            return str(error)
+    return None
+
+
 def stored_recipe(folder: Path) -> Recipe:
-    """The recipe in an artifact folder; the default one where the folder has none."""
+    """The recipe of an artifact folder; a folder without recipe.yaml gets the default recipe."""
     if not holds_model(folder):
         raise InputError(
             "no model.onnx there",
@@ -71,14 +95,14 @@ def stored_recipe(folder: Path) -> Recipe:
 
 
 def open_artifact(folder: Path, recipe: Recipe | None = None) -> OpenArtifact:
-    """Open an artifact with its own recipe, or with another one."""
+    """Open an artifact; `recipe` overrides the stored one."""
     recipe = recipe or stored_recipe(folder)
     threads = recipe.measure.threads or read_cpu().num_threads
     return OpenArtifact(folder=folder, recipe=recipe, session=open_measured(folder, threads=threads))
 
 
 def require_room(artifact: OpenArtifact, lengths: dict[str, int | None]) -> None:
-    """Refuse given lengths that exceed the context; those of a recipe shrink to it."""
+    """Raise if lengths from the command line exceed the context; lengths of a recipe are cut instead."""
     total = sum(length or 0 for length in lengths.values())
     if total > artifact.context:
         raise InputError(

@@ -1,71 +1,63 @@
-"""Benchmarks an artifact: speed and memory on the CPU, or speed and placement on execution providers."""
+"""Benchmark of an artifact: latency and memory on the CPU; latency, placement and accuracy on providers."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.evaluation.accuracy import Floats, Ints
 from quantkit.evaluation.agreement import agreement
 from quantkit.evaluation.artifact import OpenArtifact
 from quantkit.evaluation.evaluate import text_tokens
-from quantkit.evaluation.latency import timing_of
+from quantkit.evaluation.latency import SMALLEST_VOCABULARY, fitting, timing_of
 from quantkit.evaluation.measure import measure, timed_lengths
 from quantkit.evaluation.measurements import Latency, Memory, ProviderAccuracy, ProviderRun
-from quantkit.evaluation.models import SMALLEST_VOCABULARY, fitting
 from quantkit.evaluation.reference import named_reference, original_at_hand
 from quantkit.progress import Progress
 from quantkit.recipe import override
 from quantkit.runtime.providers.placement import PlacedOperator, Placement, UnplacedNode
 from quantkit.runtime.providers.trial import ProviderChoice, try_provider
 
-# Few texts, since an emulator takes seconds for each.
+# Few texts: an emulator takes seconds for each.
 COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
-# Fields of a provider trial's JSON that are fields of its record.
-TRIAL_FIELDS = (
-    "why_not", "cure", "device", "version", "prompt_length", "peak_bytes", "library_ms", "start_ms",
-    "start_again_ms", "compile_ms",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """Speed and peak memory of an artifact on the CPU."""
-
     latency: Latency
     memory: Memory
     notes: tuple[str, ...] = ()
 
 
 def benchmark(artifact: OpenArtifact, *, progress: Progress) -> Benchmark:
-    """Measure prompt and token latency and peak memory."""
-    wanted = {"measure.accuracy": False, "measure.latency": True, "measure.memory": True}
-    measured = measure(replace(artifact, recipe=override(artifact.recipe, wanted)), progress=progress)
+    """Measure latency of prompt and token, and peak memory."""
+    switches = {"measure.accuracy": False, "measure.latency": True, "measure.memory": True}
+    measured = measure(replace(artifact, recipe=override(artifact.recipe, switches)), progress=progress)
     assert measured.latency
     assert measured.memory
     return Benchmark(latency=measured.latency, memory=measured.memory, notes=measured.notes)
 
 
 def benchmark_providers(
-    artifact: OpenArtifact, asked: Sequence[ProviderChoice], *, time_limit: float, progress: Progress
+    artifact: OpenArtifact, providers: Sequence[ProviderChoice], *, time_limit: float, progress: Progress
 ) -> tuple[tuple[ProviderRun, ...], tuple[str, ...]]:
-    """(a row for each provider, notes); each in a process of its own, so none can end the others."""
+    """(one run for each provider, notes); a crash of one provider's process does not end the others."""
     notes: list[str] = []
     lengths = fitting(artifact.session, *timed_lengths(artifact.recipe.measure, artifact.context))
     with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
         ids_path = Path(folder) / "ids.npy"
         with progress.stage("reference"):
-            compared = _compared(artifact, notes)
-        if compared:
-            np.save(ids_path, compared[0])
+            reference = _reference(artifact, notes)
+        if reference:
+            np.save(ids_path, reference.ids_WS)
         runs = []
-        for number, provider in enumerate(asked):
+        for number, provider in enumerate(providers):
             logits_path = Path(folder) / f"logits-{number}.npy"
             with progress.stage(provider.name):
                 trial = try_provider(
@@ -76,35 +68,41 @@ def benchmark_providers(
                     decode=lengths[1],
                     seconds=artifact.recipe.measure.seconds / 2,
                     time_limit=time_limit,
-                    ids=ids_path if compared else None,
+                    ids=ids_path if reference else None,
                     logits=logits_path,
                 )
             accuracy = None
-            if compared and "positions" in trial:
-                logits = np.load(logits_path)
+            if reference and "positions" in trial:
+                outputs_WPV = np.load(logits_path)
+                num_texts = len(outputs_WPV)  # a slow provider reads fewer texts
                 accuracy = agreement(
-                    logits,
-                    compared[1][: len(logits), trial["positions"]],
-                    ids_WS=compared[0][: len(logits)],
+                    outputs_WPV,
+                    reference.outputs_WSV[:num_texts, trial["positions"]],
+                    ids_WS=reference.ids_WS[:num_texts],
                     positions=trial["positions"],
-                    reference=compared[2],
+                    reference=reference.description,
                     predicts_tokens=artifact.session.generates,
                 )
             runs.append(_provider_run(provider, trial, accuracy))
     return tuple(runs), tuple(notes)
 
 
-def _compared(
-    artifact: OpenArtifact, notes: list[str]
-) -> tuple[NDArray[np.int64], NDArray[np.float32], str] | None:
-    """(texts, the reference's logits, its name): the original, or else the same file on the CPU."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ReferenceOutputs:
+    ids_WS: Ints
+    outputs_WSV: Floats
+    description: str
+
+
+def _reference(artifact: OpenArtifact, notes: list[str]) -> _ReferenceOutputs | None:
+    """Outputs of the original if it is on this disk, else of the artifact on the CPU."""
     session = artifact.session
     if session.reads_and_answers:
         notes.append("an encoder with a decoder behind it is placed, but its logits are not compared")
         return None
     try:
         ids, _ = text_tokens(artifact)
-    except InputError as error:  # no tokenizer, or a text that it does not fit
+    except InputError as error:  # the tokenizer is missing or belongs to another model
         notes.append(f"logits are compared on random tokens ({error})")
         ids = np.random.default_rng(0).integers(0, SMALLEST_VOCABULARY, COMPARED_WINDOWS * COMPARED_LENGTH)
     length = min(COMPARED_LENGTH, session.fixed_length or artifact.context, len(ids))
@@ -112,37 +110,38 @@ def _compared(
     texts_WS = ids[: count * length].reshape(count, length)
     name, _ = original_at_hand(artifact.recipe)
     logits = named_reference(name, session, artifact.threads).logits() if name else session.logits
-    words = f"{name} in float32" if name else "the same file on the CPU"
     outputs = np.concatenate([logits(ids_S[None]) for ids_S in texts_WS])
-    return texts_WS, outputs if outputs.ndim > 2 else outputs[:, None], words  # one answer a text: one place
-
-
-def _provider_run(
-    asked: ProviderChoice, trial: Mapping[str, Any], accuracy: ProviderAccuracy | None
-) -> ProviderRun:
-    """The record of what a trial printed."""
-    placed = trial.get("placement")
-    return ProviderRun(
-        provider=asked.name,
-        python=asked.python,
-        outcome=trial["outcome"],
-        prefill=timing_of(trial["prefill_ms"]) if trial.get("prefill_ms") else None,
-        decode=timing_of(trial["decode_ms"]) if trial.get("decode_ms") else None,
-        placement=Placement(
-            **placed
-            | {
-                "operators": tuple(PlacedOperator(**each) for each in placed["operators"]),
-                "unplaced": tuple(UnplacedNode(**each) for each in placed["unplaced"]),
-            }
-        )
-        if placed
-        else None,
-        accuracy=accuracy,
-        notes=(*trial.get("notes", ()), *trial.get("said", ())),
-        **{key: trial.get(key) for key in TRIAL_FIELDS},
+    return _ReferenceOutputs(
+        ids_WS=texts_WS,
+        outputs_WSV=outputs if outputs.ndim > 2 else outputs[:, None],  # [W, V]: a classifier
+        description=f"{name} in float32" if name else "the same file on the CPU",
     )
 
 
+def _provider_run(
+    choice: ProviderChoice, trial: Mapping[str, Any], accuracy: ProviderAccuracy | None
+) -> ProviderRun:
+    """The record of a trial; numbers and texts of its JSON have the names of the record's fields."""
+    placement = trial.get("placement")
+    structured: dict[str, Any] = {
+        "provider": choice.name,
+        "python": choice.python,
+        "prefill": timing_of(trial["prefill_ms"]) if trial.get("prefill_ms") else None,
+        "decode": timing_of(trial["decode_ms"]) if trial.get("decode_ms") else None,
+        "placement": _placement(placement) if placement else None,
+        "accuracy": accuracy,
+        "notes": (*trial.get("notes", ()), *trial.get("said", ())),
+    }
+    plain = {field.name: trial[field.name] for field in fields(ProviderRun) if field.name in trial}
+    return ProviderRun(**plain | structured)
+
+
+def _placement(record: Mapping[str, Any]) -> Placement:
+    operators = tuple(PlacedOperator(**operator) for operator in record["operators"])
+    unplaced = tuple(UnplacedNode(**node) for node in record["unplaced"])
+    return Placement(**{**record, "operators": operators, "unplaced": unplaced})
+
+
 def fell_back(run: ProviderRun) -> bool:
-    """Whether it did not run all of the model, or nobody knows."""
+    """Whether nodes fell back to the CPU, or placement is unknown."""
     return run.placement is None or bool(run.placement.unplaced)

@@ -1,8 +1,8 @@
-"""Timing several models against each other in one sitting: A, B, A, B, after a warm-up.
+"""Latency of several models in interleaved runs, A, B, A, B, after a warm-up.
 
-On a shared or a throttling machine a run now and a run a minute later differ by more than the models do.
-Taking turns spreads such drift over all of them, so that their ratio holds even where the milliseconds do
-not. The median is the result and the spread stands beside it. Garbage collection waits until a run is over.
+The speed of a shared or throttling machine drifts within minutes by more than models differ. Interleaved runs
+share the drift, so the ratio of two models holds where milliseconds do not. The result is the median, with
+the spread beside it. Garbage collection is off during a run.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quantkit.evaluation.measurements import Latency, Timing
+from quantkit.export.traffic import Traffic
+from quantkit.runtime.generate import Batch
+from quantkit.runtime.session import Session
 
 Run = Callable[[], object]
 Clock = Callable[[], float]  # seconds
-
-
-def nothing() -> None:
-    """What needs no preparation."""
+PROVIDER = "CPUExecutionProvider"
+SETTLING_SECONDS = 0.05
+SMALLEST_VOCABULARY = 28  # ids that every encoder has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """When to stop: never before `min_runs` of each, then at `max_runs` or when the time is up."""
+    """Number of runs: at least `min_runs`, then until `max_runs` or `max_seconds` is reached."""
 
     min_runs: int = 5
     max_runs: int = 50
@@ -37,23 +41,64 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is timed: `run`, with `prepare` untimed before each."""
+    """A timed function; `prepare` runs untimed before every run."""
 
     run: Run
-    prepare: Run = nothing
+    prepare: Run = lambda: None
+    num_tokens: int = 1  # of a run; the time is divided by it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """A model's two phases: `prefill` reads the prompt, each `step` after it makes one more token."""
+    """Two phases of a model: `prefill` reads the prompt, `step` decodes one token."""
 
     prefill: Run
     step: Run | None = None  # None: the model generates nothing
-    prepare: Run = nothing  # untimed before each prefill
+    prepare: Run = lambda: None  # untimed, before every prefill
+
+
+def runs_of(session: Session, prompt: int, decode: int) -> Runs:
+    """The phases of a session; caches are allocated untimed before every prompt."""
+    vocab_size = session.vocab_size or SMALLEST_VOCABULARY
+    ids = np.random.default_rng(0).integers(0, vocab_size, (1, prompt)).astype(np.int64)
+    if not session.generates:
+        return Runs(prefill=lambda: session.logits(ids), prepare=_settle)
+    batches: list[Batch] = []
+
+    def prepare() -> None:
+        _settle()
+        batches[:] = [session.begin(ids.tolist(), decode)]
+
+    return Runs(
+        prefill=lambda: batches[0].read(),  # noqa: PLW0108 (a new batch in every run)
+        step=lambda: batches[0].step(ids[0, :1], (0,)),
+        prepare=prepare,
+    )
+
+
+def _settle() -> None:
+    """Wait until the spinning worker threads of the other session sleep."""
+    time.sleep(SETTLING_SECONDS)
+
+
+def fitting(session: Session, prompt: int, decode: int) -> tuple[int, int]:
+    """(prompt length, decoded tokens) to time: a static graph always computes its full length."""
+    prompt = session.fixed_length or prompt
+    if session.kind == "static" and session.context:
+        decode = min(decode, session.context - prompt)
+    return prompt, decode
+
+
+def bytes_per_token(session: Session, traffic: Traffic, lengths: tuple[int, int]) -> float:
+    """Mean bytes that a decoded token reads; a static graph reads its full cache at every token."""
+    prompt, decode = lengths
+    if session.kind == "static" and session.context:
+        return traffic.bytes_at(session.context, session.cache_number_bytes)
+    return traffic.bytes_at(prompt + (decode + 1) / 2, session.cache_number_bytes)
 
 
 def interleave(subjects: Mapping[str, Subject], budget: Budget) -> dict[str, Timing]:
-    """Time each subject in turn, round by round."""
+    """Time the subjects in turn, round by round."""
     clock = budget.clock
     begin = clock()
     for _ in range(budget.num_warm_ups):
@@ -62,23 +107,23 @@ def interleave(subjects: Mapping[str, Subject], budget: Budget) -> dict[str, Tim
             subject.run()
     samples_ms: dict[str, list[float]] = {name: [] for name in subjects}
     longest_round = 0.0
-    for num_done in range(max(budget.min_runs, budget.max_runs)):
+    for num_rounds in range(max(budget.min_runs, budget.max_runs)):
         round_begin = clock()
-        # A round that would outlast the budget is not begun.
-        if num_done >= budget.min_runs and round_begin + longest_round - begin > budget.max_seconds:
+        # No round begins that would exceed the budget.
+        if num_rounds >= budget.min_runs and round_begin + longest_round - begin > budget.max_seconds:
             break
         for name, subject in subjects.items():
             subject.prepare()
             with _no_collection():
                 start = clock()
                 subject.run()
-                samples_ms[name].append((clock() - start) * 1e3)
+                samples_ms[name].append((clock() - start) * 1e3 / subject.num_tokens)
         longest_round = max(longest_round, clock() - round_begin)
     return {name: timing_of(samples) for name, samples in samples_ms.items()}
 
 
 def timing_of(samples_ms: list[float]) -> Timing:
-    """The samples' median and spread; quartiles are interpolated between samples."""
+    """Median and spread; quartiles are interpolated between samples."""
     quartiles = statistics.quantiles(samples_ms, n=4, method="inclusive") if len(samples_ms) > 1 else None
     lower, upper = (quartiles[0], quartiles[2]) if quartiles else (samples_ms[0], samples_ms[0])
     return Timing(
@@ -94,38 +139,49 @@ def timing_of(samples_ms: list[float]) -> Timing:
 def measure_prefill(models: Mapping[str, Runs], budget: Budget) -> dict[str, Timing]:
     """Milliseconds for the whole prompt."""
     return interleave(
-        {name: Subject(run=each.prefill, prepare=each.prepare) for name, each in models.items()}, budget
+        {name: Subject(run=model.prefill, prepare=model.prepare) for name, model in models.items()}, budget
     )
 
 
 def measure_decode(models: Mapping[str, Runs], budget: Budget, *, num_tokens: int) -> dict[str, Timing]:
-    """Milliseconds per token over `num_tokens` after the prompt; each run starts from the prompt again."""
-    totals = interleave({name: _decoding(each, num_tokens) for name, each in models.items()}, budget)
-    return {name: _per_token(timing, num_tokens) for name, timing in totals.items()}
+    """Milliseconds per token over `num_tokens` after the prompt; every run starts with the prompt."""
+
+    def decoding(model: Runs) -> Subject:
+        step = model.step
+        assert step is not None, "the model has no step"
+
+        def prepare() -> None:
+            model.prepare()
+            model.prefill()
+
+        def run() -> None:
+            for _ in range(num_tokens):
+                step()
+
+        return Subject(run=run, prepare=prepare, num_tokens=num_tokens)
+
+    return interleave({name: decoding(model) for name, model in models.items()}, budget)
 
 
 def measure_latency(
     *,
     quantized: Runs,
     reference: Runs | None,
-    provider: str,
     threads: int,
     prompt_length: int,
     num_decoded: int,
     budget: Budget,
-    batch: int = 1,
     reference_name: str | None = None,
     floor_ms_per_token: float | None = None,
 ) -> Latency:
-    """Prompt and token, quantized and reference, each phase with a budget of its own."""
-    models = (
-        {"quantized": quantized} if reference is None else {"reference": reference, "quantized": quantized}
-    )
+    """Latency of prompt and token on the CPU; prefill and decode have a budget each."""
+    models = {"reference": reference} if reference else {}
+    models["quantized"] = quantized
     prefill = measure_prefill(models, budget)
-    can_decode = all(each.step for each in models.values())
+    can_decode = all(model.step for model in models.values())
     decode = measure_decode(models, budget, num_tokens=num_decoded) if can_decode else {}
     return Latency(
-        provider=provider,
+        provider=PROVIDER,
         threads=threads,
         prompt_length=prompt_length,
         prefill=prefill["quantized"],
@@ -135,34 +191,7 @@ def measure_latency(
         num_decoded=num_decoded if can_decode else None,
         floor_ms_per_token=floor_ms_per_token if can_decode else None,
         num_warm_ups=budget.num_warm_ups,
-        batch=batch,
         reference=reference_name,
-    )
-
-
-def _decoding(model: Runs, num_tokens: int) -> Subject:
-    step = model.step
-    assert step is not None, "the model has no step"
-
-    def prepare() -> None:
-        model.prepare()
-        model.prefill()
-
-    def run() -> None:
-        for _ in range(num_tokens):
-            step()
-
-    return Subject(run=run, prepare=prepare)
-
-
-def _per_token(timing: Timing, num_tokens: int) -> Timing:
-    return Timing(
-        median_ms=timing.median_ms / num_tokens,
-        lowest_ms=timing.lowest_ms / num_tokens,
-        lower_quartile_ms=timing.lower_quartile_ms / num_tokens,
-        upper_quartile_ms=timing.upper_quartile_ms / num_tokens,
-        highest_ms=timing.highest_ms / num_tokens,
-        num_runs=timing.num_runs,
     )
 
 

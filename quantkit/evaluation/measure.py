@@ -1,8 +1,8 @@
-"""Measures an artifact beside its references: accuracy, latency and memory, as its recipe asks.
+"""Accuracy, latency and memory of an artifact and its references, as set in its recipe.
 
-Accuracy is compared with the original in transformers, which shares no code with the export. Latency and
-memory are compared with the same graph in float32, so they show the gain of quantization alone. Quantizing,
-`eval` and `bench` all measure here.
+The reference of accuracy is the original in transformers, which shares no code with the export. The reference
+of latency and memory is the same graph in float32, which isolates the gain of quantization. `quantize`,
+`eval` and `bench` all measure with this module.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quantkit.errors import InputError
-from quantkit.evaluation.accuracy import TextPerplexity, measure_accuracy, measure_perplexity
-from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact
-from quantkit.evaluation.encoder_decoder import measure_halves, perplexity_of_halves
-from quantkit.evaluation.latency import Budget, measure_latency
+from quantkit.evaluation.accuracy import Ints, TextPerplexity, measure_accuracy, measure_perplexity
+from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact, open_measured
+from quantkit.evaluation.encoder_decoder import measure_halves
+from quantkit.evaluation.latency import Budget, bytes_per_token, fitting, measure_latency, runs_of
 from quantkit.evaluation.measurements import (
     Accuracy,
     Environment,
@@ -30,7 +27,6 @@ from quantkit.evaluation.measurements import (
     Similarity,
 )
 from quantkit.evaluation.memory import floor_ms, run_and_measure
-from quantkit.evaluation.models import bytes_per_token, fitting, open_measured, runs_of
 from quantkit.evaluation.reference import Reference, session_reference
 from quantkit.evaluation.similarity import measure_similarity
 from quantkit.evaluation.text import encoded_text, random_text
@@ -42,19 +38,16 @@ from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import TOKENIZER_FILE
 
-PROVIDER = "CPUExecutionProvider"
 PACKAGES = ("quantkit-onnx", "onnxruntime", "transformers", "torch", "onnx", "numpy")
 MAX_RUNS = 15
-Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The results; None where a figure was not asked for or cannot be measured."""
+    """Results of `measure`; None for a figure that the recipe leaves out or that cannot be measured."""
 
     accuracy: Accuracy | None = None
-    perplexity: TextPerplexity | None = None  # in place of accuracy, without a reference
-    similarity: Similarity | None = None  # in place of accuracy, for an encoder
+    similarity: Similarity | None = None  # of an encoder, in place of accuracy
     latency: Latency | None = None
     memory: Memory | None = None
     notes: tuple[str, ...] = ()
@@ -68,11 +61,10 @@ def measure(
     accuracy: Accuracy | None = None,
     progress: Progress,
 ) -> Measured:
-    """Everything that the artifact's recipe asks for.
+    """Measure the figures that the recipe of the artifact turns on.
 
-    Accuracy is compared with `original`, or with the float graph in the folder `reference` where weights are
-    random; an `accuracy` that is known already is not measured again. Times and memory are compared with
-    `reference`.
+    Accuracy is compared with `original`; with random weights, with the float graph in the folder `reference`.
+    A given `accuracy` is not measured again. Latency and memory are compared with `reference`.
     """
     measure, session = artifact.recipe.measure, artifact.session
     notes: list[str] = []
@@ -91,7 +83,6 @@ def measure(
     memory = _memory(artifact, reference, run, lengths, progress) if measure.memory else None
     return Measured(
         accuracy=result if isinstance(result, Accuracy) else None,
-        perplexity=result if isinstance(result, TextPerplexity) else None,
         similarity=result if isinstance(result, Similarity) else None,
         latency=latency,
         memory=memory,
@@ -102,7 +93,7 @@ def measure(
 def accuracy_of(
     artifact: OpenArtifact, original: Reference | None, notes: list[str], progress: Progress
 ) -> Accuracy | Similarity | TextPerplexity | None:
-    """The accuracy on the recipe's text; None with a note where no text can be read."""
+    """Accuracy on the recipe's text; None and a note if the tokenizer is missing or does not fit."""
     recipe, vocab_size = artifact.recipe, artifact.vocab_size
     if recipe.random_weights and vocab_size:
         if original is None:
@@ -122,29 +113,20 @@ def accuracy_of(
 
 def compare(
     artifact: OpenArtifact,
-    tokens: tuple[Tokens, str],
+    tokens: tuple[Ints, str],
     original: Reference | None,
     progress: Progress,
     *,
     is_meaningful: bool = True,
 ) -> Accuracy | Similarity | TextPerplexity:
-    """Next tokens of a decoder, vectors of an encoder, answers of both, on the same text."""
+    """Compare an artifact with its original: logits of a decoder, outputs of an encoder, answers of both."""
     session, measure = artifact.session, artifact.recipe.measure
     ids, text = tokens
     if session.reads_and_answers:
         window = answers_window(measure, session, len(ids))
         with progress.stage("accuracy", total=len(ids) - window // 2, unit="tokens") as count:
-            if original is None:
-                return perplexity_of_halves(
-                    model=session.answer_logits,
-                    token_ids=ids,
-                    window=window,
-                    start_ids=session.start_ids,
-                    text=text,
-                    progress=count,
-                )
             return measure_halves(
-                reference=original.answer_logits(),
+                reference=original.answer_logits() if original else None,
                 quantized=session.answer_logits,
                 token_ids=ids,
                 window=window,
@@ -157,7 +139,7 @@ def compare(
     if not session.generates:
         if original is None:
             raise InputError(
-                "an encoder predicts no next token, and its original is not at hand",
+                "an encoder has no perplexity, and its original is not on this disk",
                 where=str(artifact.folder),
                 next_step="name the original with --reference MODEL",
             )
@@ -191,13 +173,13 @@ def compare(
 
 
 def answers_window(measure: Measure, session: Session, num_tokens: int) -> int:
-    """Tokens of a window of which the encoder reads the first half and the decoder predicts the second."""
+    """Tokens of a window: the encoder reads the first half, the decoder predicts the second."""
     longest = (session.context or LARGEST_WINDOW) - len(session.start_ids)
     return min(measure.window or LARGEST_WINDOW, 2 * longest, num_tokens)
 
 
 def timed_lengths(measure: Measure, context: int) -> tuple[int, int]:
-    """(prompt, tokens after it) as the recipe says, or as much of both as the context holds."""
+    """(prompt length, decoded tokens) of the recipe, cut to the context."""
     decode = min(measure.decode, context // 2)
     return min(measure.prompt, context - decode), decode
 
@@ -217,7 +199,6 @@ def _latency(
         return measure_latency(
             quantized=runs_of(session, *lengths),
             reference=runs_of(reference, *lengths) if reference else None,
-            provider=PROVIDER,
             threads=artifact.threads,
             prompt_length=lengths[0],
             num_decoded=lengths[1],
@@ -232,9 +213,9 @@ def _latency(
 
 
 def _memory_floor_ms(artifact: OpenArtifact, lengths: tuple[int, int], notes: list[str]) -> float | None:
-    """Milliseconds that reading weights and cache for one token takes at the bandwidth measured now."""
+    """Milliseconds to read weights and cache of one token at the measured memory bandwidth."""
     session = artifact.session
-    if not session.generates or session.reads_and_answers:  # unknown share of weights
+    if not session.generates or session.reads_and_answers:  # bytes per token are unknown
         return None
     traffic = from_metadata(session.metadata)
     if traffic is None:
@@ -253,31 +234,29 @@ def _memory(
     lengths: tuple[int, int],
     progress: Progress,
 ) -> Memory:
-    """Peak memory of loading and running, each in a process of its own."""
+    """Peak memory of loading and of running, in a process for each."""
+
+    def peak_bytes(stage: str, folder: Path) -> int:
+        trial = [sys.executable, "-m", "quantkit.runtime.memory_trial", stage, str(folder)]
+        child = run_and_measure([*trial, *map(str, (*lengths, artifact.threads))])
+        if child.exit_code:
+            raise RuntimeError(f"the memory trial failed: {child.errors.strip()[-400:]}")
+        return child.peak_bytes
 
     def peaks(folder: Path) -> PeakMemory:
-        load, ran = (peak_bytes(stage, folder, lengths, artifact.threads) for stage in ("load", run))
-        return PeakMemory(load_peak_bytes=load, run_peak_bytes=ran)
+        load = peak_bytes("load", folder)
+        return PeakMemory(load_peak_bytes=load, run_peak_bytes=peak_bytes(run, folder))
 
     with progress.stage("memory"):
         return Memory(
             quantized=peaks(artifact.folder),
             reference=peaks(reference) if reference else None,
-            empty_process_bytes=peak_bytes("empty", artifact.folder, lengths, artifact.threads),
+            empty_process_bytes=peak_bytes("empty", artifact.folder),
         )
 
 
-def peak_bytes(stage: str, folder: Path, lengths: tuple[int, int], threads: int) -> int:
-    """The peak memory of one trial run in a process of its own."""
-    trial = [sys.executable, "-m", "quantkit.runtime.memory_trial", stage, str(folder)]
-    ran = run_and_measure([*trial, *map(str, (*lengths, threads))])
-    if ran.exit_code:
-        raise RuntimeError(f"the trial run failed: {ran.errors.strip()[-400:]}")
-    return ran.peak_bytes
-
-
 def environment() -> Environment:
-    """The machine and the versions that measurements were made with."""
+    """Machine and package versions of a measurement."""
     cpu = read_cpu()
     return Environment(
         processor=cpu.model,

@@ -1,8 +1,8 @@
-"""Peak resident memory, and the least time that reading the weights takes.
+"""Peak resident memory of a command, and the time to read bytes from memory.
 
-What a process of its own needed is asked of the operating system after it has ended, which misses no peak.
-One trap lies there: on Linux a child starts with the peak of the process that started it, so a small child of
-a large parent looks large. A tiny interpreter therefore stands between the two.
+The operating system reports the peak of a process after its end, which misses no peak. On Linux a child
+inherits the peak of its parent, so a small child of a large parent would look large. A bare interpreter
+therefore starts the command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 
 POLL_SECONDS = 0.005
 GB = 1e9
-# Runs the command given, then writes its exit status and peak; wait4 counts KiB on Linux, bytes on macOS.
+# Runs a command, then writes its exit status and peak; wait4 counts KiB on Linux, bytes on macOS.
 LAUNCHER = """
 import json, os, sys
 result, command = sys.argv[1], sys.argv[2:]
@@ -35,8 +35,6 @@ with open(result, "w") as file:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildRun:
-    """What became of a command."""
-
     peak_bytes: int
     seconds: float
     exit_code: int  # negative: the signal that ended it
@@ -45,10 +43,10 @@ class ChildRun:
 
 
 def run_and_measure(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> ChildRun:
-    """Run a command to its end; its peak is that of its largest process."""
+    """Run a command to its end; the peak is of its largest process."""
     with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
         output, errors, result = (Path(folder) / name for name in ("output", "errors", "result"))
-        # Files and not pipes: a full pipe would stop the child while nobody reads.
+        # Files instead of pipes: a full pipe blocks the child until it is read.
         with output.open("wb") as out, errors.open("wb") as err:
             start = time.perf_counter()
             if os.name == "nt":
@@ -71,13 +69,13 @@ def run_and_measure(command: Sequence[str], *, environment: Mapping[str, str] | 
 def _poll(
     command: Sequence[str], out: int, err: int, environment: Mapping[str, str] | None
 ) -> tuple[int, int]:
-    """Windows keeps a process's peak itself, but only while it lives."""
+    """Run a command on Windows, which reports the peak only while the process lives."""
     process = psutil.Popen(list(command), stdout=out, stderr=err, env=environment)
     peak_bytes = 0
     while process.poll() is None:
         try:
             memory = process.memory_info()
-        except psutil.Error:  # it ended between the two calls
+        except psutil.Error:  # the process ended between the two calls
             break
         peak_bytes = max(peak_bytes, getattr(memory, "peak_wset", memory.rss))
         time.sleep(POLL_SECONDS)
@@ -85,7 +83,7 @@ def _poll(
 
 
 def floor_ms(*, bytes_read: float, bandwidth_gb_per_s: float) -> float:
-    """The least time in which that many bytes can come from memory; 1 GB is 1e9 bytes."""
+    """Milliseconds to read bytes at a memory bandwidth; 1 GB is 1e9 bytes."""
     assert bytes_read > 0, bytes_read
     assert bandwidth_gb_per_s > 0, bandwidth_gb_per_s
     return bytes_read / (bandwidth_gb_per_s * GB) * 1e3

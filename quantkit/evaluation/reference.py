@@ -1,4 +1,4 @@
-"""Models that accuracy is compared with: the original in transformers, or another artifact."""
+"""References of accuracy: the original in transformers, or another artifact."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Logits
+from quantkit.evaluation.artifact import open_measured
 from quantkit.evaluation.encoder_decoder import AnswerLogits
-from quantkit.evaluation.models import open_measured
 from quantkit.recipe import Recipe
 from quantkit.runtime.graph import holds_model
 from quantkit.runtime.session import Session
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """A model that accuracy is compared with; loaded when its logits are first asked for."""
+    """A model that is loaded when its logits are first used."""
 
     logits: Callable[[], Logits]
-    answer_logits: Callable[[], AnswerLogits]  # of an encoder with a decoder behind it
+    answer_logits: Callable[[], AnswerLogits]  # of an encoder-decoder
     reads_and_answers: bool = False
 
 
@@ -48,7 +48,7 @@ def transformers_reference(source: Source) -> Reference:
 
 
 def named_reference(name: str, session: Session, threads: int) -> Reference:
-    """An artifact folder or a model by its name; it must be of the same kind as the session."""
+    """Open an artifact folder or a model by name; it must be of the session's kind."""
     from quantkit.model.load import open_source
     from quantkit.model.weights.open import with_weights
 
@@ -58,18 +58,18 @@ def named_reference(name: str, session: Session, threads: int) -> Reference:
     else:
         reference = transformers_reference(with_weights(open_source(name), random_weights=False))
     if reference.reads_and_answers != session.reads_and_answers:
-        pair, single = "an encoder with a decoder behind it", "one model alone"
+        kinds = ("a decoder or an encoder", "an encoder-decoder model")
         raise InputError(
-            f"it is {pair if reference.reads_and_answers else single}, and the artifact is "
-            f"{pair if session.reads_and_answers else single}",
+            f"the reference is {kinds[reference.reads_and_answers]}, and the artifact is "
+            f"{kinds[session.reads_and_answers]}",
             where=f"--reference {name}",
-            allowed="the artifact's original, or another artifact of it",
+            allowed="the original, or another artifact of the same model",
         )
     return reference
 
 
 def original_at_hand(recipe: Recipe) -> tuple[str | None, str]:
-    """(the recipe's model where it lies on this disk, else the reason why not); nothing is downloaded."""
+    """(model of the recipe, "") if it is on this disk, else (None, reason); nothing is downloaded."""
     if recipe.model is None:
         return None, "no recipe names the original; --reference MODEL compares with it"
     if recipe.random_weights:

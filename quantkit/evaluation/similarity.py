@@ -1,7 +1,7 @@
-"""How close the outputs of a quantized encoder stay to the original's.
+"""Similarity of the outputs of a quantized encoder and its original.
 
-An encoder predicts no next token, so what counts is whether its vectors still point where they did: the
-cosine of pooled outputs, which searches and classifiers read, and the largest error, which a cosine hides.
+An encoder predicts no next token, so it has no perplexity. Search and classification read pooled outputs:
+their cosine is measured, and the largest error, which a cosine hides.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.evaluation.accuracy import Ints, Logits
 from quantkit.evaluation.measurements import Similarity
-
-# Token ids [B, S] -> values [B, S, D]; or [B, D] where there is one answer a text, as from a classifier.
-Outputs = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
 
 def measure_similarity(
     *,
-    reference: Outputs,
-    quantized: Outputs,
-    token_ids: NDArray[np.int64],
+    reference: Logits,
+    quantized: Logits,
+    token_ids: Ints,
     window: int,
     text: str,
     is_meaningful: bool = True,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Similarity:
-    """Compare two encoders on the whole windows of a text, pooled by the mean over positions."""
+    """Compare two encoders on the whole windows of a text.
+
+    Outputs are [1, S, D]; a classifier's are [1, D].
+    """
     num_windows = len(token_ids) // window
     if num_windows < 1:
         raise InputError(
@@ -41,15 +42,13 @@ def measure_similarity(
     largest_value = largest_error = squared_value = squared_error = 0.0
     for number in range(num_windows):
         ids = token_ids[None, number * window : (number + 1) * window]
-        wanted, made = (each(ids)[0].astype(np.float64) for each in (reference, quantized))
-        assert wanted.shape == made.shape, (wanted.shape, made.shape)
-        pooled, pooled_made = (each.mean(axis=0) if each.ndim > 1 else each for each in (wanted, made))
-        norms = np.linalg.norm(pooled) * np.linalg.norm(pooled_made)
-        cosines[number] = pooled @ pooled_made / norms if norms else 1.0
-        error = made - wanted
-        largest_value = max(largest_value, float(np.abs(wanted).max()))
+        expected, actual = (model(ids)[0].astype(np.float64) for model in (reference, quantized))
+        assert expected.shape == actual.shape, (expected.shape, actual.shape)
+        cosines[number] = pooled_cosine(expected, actual)
+        error = actual - expected
+        largest_value = max(largest_value, float(np.abs(expected).max()))
         largest_error = max(largest_error, float(np.abs(error).max()))
-        squared_value += float((wanted**2).sum())
+        squared_value += float((expected**2).sum())
         squared_error += float((error**2).sum())
         progress(window)
     return Similarity(
@@ -62,3 +61,12 @@ def measure_similarity(
         text=text,
         is_meaningful=is_meaningful,
     )
+
+
+def pooled_cosine(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
+    """Cosine of outputs [S, D] pooled by the mean over positions, or of vectors [D]."""
+    pooled, pooled_actual = (
+        values.mean(axis=0) if values.ndim > 1 else values for values in (expected, actual)
+    )
+    norms = np.linalg.norm(pooled) * np.linalg.norm(pooled_actual)
+    return float(pooled @ pooled_actual / norms) if norms else 1.0

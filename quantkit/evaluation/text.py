@@ -1,4 +1,4 @@
-"""The text that accuracy is measured on, and its token ids."""
+"""Text for accuracy, and its token ids."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.evaluation.accuracy import Ints
 from quantkit.recipe import Measure
 from quantkit.runtime.tokenizer import open_text
 
@@ -16,7 +16,7 @@ RANDOM_TOKENS = 2048
 
 
 def read_text(measure: Measure) -> tuple[str, str]:
-    """(text, its name): the user's file, or the bundled held-out text."""
+    """(text, name) of the user's file or of the bundled held-out text."""
     if measure.text is None:
         bundled = resources.files("quantkit") / "assets" / "demo" / "evaluation.txt"
         return bundled.read_text(encoding="utf-8"), "bundled held-out text"
@@ -32,13 +32,13 @@ def read_text(measure: Measure) -> tuple[str, str]:
         ) from error
 
 
-def encoded_text(measure: Measure, folder: Path) -> tuple[NDArray[np.int64], str]:
-    """(token ids, the text's name), by the tokenizer in the folder."""
+def encoded_text(measure: Measure, folder: Path) -> tuple[Ints, str]:
+    """(token ids, name of the text) from the tokenizer in the folder."""
     text, name = read_text(measure)
     return np.array(open_text(folder).encode(text)[: measure.max_tokens], np.int64), name
 
 
-def random_text(measure: Measure, vocab_size: int) -> tuple[NDArray[np.int64], str]:
-    """(random token ids, their name), for models with random weights."""
+def random_text(measure: Measure, vocab_size: int) -> tuple[Ints, str]:
+    """(random token ids, their name) for models with random weights."""
     ids = np.random.default_rng(0).integers(0, vocab_size, min(measure.max_tokens, RANDOM_TOKENS))
     return ids.astype(np.int64), "random tokens"

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.evaluation.artifact import OpenArtifact, require_room, stored_recipe
+from quantkit.evaluation.artifact import OpenArtifact, open_measured, require_room, stored_recipe
 from quantkit.evaluation.benchmark import Benchmark, benchmark, benchmark_providers
 from quantkit.evaluation.evaluate import Evaluation, evaluate
 from quantkit.evaluation.measurements import ProviderRun
-from quantkit.evaluation.models import open_measured
 from quantkit.pipeline.options import Options, with_options
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe

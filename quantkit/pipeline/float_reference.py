@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 
 from quantkit.errors import InputError
-from quantkit.evaluation.artifact import open_artifact
+from quantkit.evaluation.artifact import open_artifact, why_not_measured
 from quantkit.evaluation.measure import Measured, measure
-from quantkit.evaluation.models import why_not_measured
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.pipeline.export import float_bytes
 from quantkit.pipeline.write import Written, write_float

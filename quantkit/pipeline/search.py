@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Logits, measure_accuracy
-from quantkit.evaluation.artifact import open_artifact
+from quantkit.evaluation.artifact import open_artifact, open_measured
 from quantkit.evaluation.measure import accuracy_of
 from quantkit.evaluation.measurements import Accuracy
-from quantkit.evaluation.models import open_measured
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.reference import reference_logits

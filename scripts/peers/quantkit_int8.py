@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import timing
 
-from quantkit.evaluation.models import bytes_per_token
+from quantkit.evaluation.latency import bytes_per_token
 from quantkit.export.traffic import from_metadata
 from quantkit.runtime.decoder import State, start, step
 from quantkit.runtime.decoder import open_decoder as open_artifact

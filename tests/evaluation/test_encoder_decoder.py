@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import InputError
-from quantkit.evaluation.encoder_decoder import measure_halves, perplexity_of_halves
+from quantkit.evaluation.encoder_decoder import measure_halves
 
 pytestmark = pytest.mark.once
 VOCABULARY = 11
@@ -71,8 +71,8 @@ def test_every_token_after_the_first_half_counts_once(count, window, num_starts,
     assert made.quantized.value == pytest.approx(math.exp(-wanted[:, 1].mean()), rel=1e-6)
     assert made.kl_divergence == pytest.approx(wanted[:, 2].mean(), rel=1e-5)
     assert (made.window, made.stride) == (window // 2 * 2, window // 2)
-    alone = perplexity_of_halves(
-        model=quantized, token_ids=ids, window=window, start_ids=start_ids, text="words"
+    alone = measure_halves(
+        reference=None, quantized=quantized, token_ids=ids, window=window, start_ids=start_ids, text="words"
     )
     assert alone.perplexity == made.quantized
     protocol = ("num_tokens", "window", "stride", "text")

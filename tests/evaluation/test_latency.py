@@ -131,7 +131,6 @@ def test_the_whole_record():
     found = measure_latency(
         quantized=Runs(prefill=clock.takes("", 76), step=clock.takes("", 5)),
         reference=Runs(prefill=clock.takes("", 174), step=clock.takes("", 21)),
-        provider="CPUExecutionProvider",
         threads=2,
         prompt_length=128,
         num_decoded=4,
@@ -151,7 +150,6 @@ def test_a_model_that_generates_nothing_has_no_decode_figures():
     found = measure_latency(
         quantized=Runs(prefill=clock.takes("", 8)),
         reference=None,
-        provider="CPUExecutionProvider",
         threads=2,
         prompt_length=128,
         num_decoded=4,

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from exporting import build_tiny, decoder_cases, export
 
-from quantkit.evaluation.models import bytes_per_token
+from quantkit.evaluation.latency import bytes_per_token
 from quantkit.export.traffic import Traffic, from_metadata, to_metadata
 from quantkit.model.families import FAMILIES
 from quantkit.runtime.decoder import open_decoder
