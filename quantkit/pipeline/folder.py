@@ -1,8 +1,8 @@
-"""The artifact folder: absent, the old one, or complete, whenever a run is killed.
+"""The artifact folder: absent, unchanged or complete, even if a run is killed.
 
-Everything is written into a hidden folder beside the output and renamed at the end. A lock held by the
-running process, which the system lets go of however the process ends, keeps two runs from one output; what
-a killed run left behind is removed by the next.
+Files are written into a hidden folder beside the output, which is renamed at the end. A file lock keeps two
+runs from one output; the operating system releases it whenever the process ends. The next run removes the
+files of a killed one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -21,28 +22,29 @@ from quantkit.errors import InputError
 
 MANIFEST = "manifest.json"
 LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-HELD: dict[Path, IO[str]] = {}  # open locks of folders that this process works in
+HELD: dict[Path, IO[str]] = {}  # claimed folder -> open lock file
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 @contextlib.contextmanager
 def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
-    """A folder to write into, which becomes `output` when the block ends without an error."""
+    """A temporary folder that becomes `output` if the block ends without an error."""
     output = output.absolute()
     partial = output.parent / f".{output.name}.partial"
     replaced = output.parent / f".{output.name}.replaced"
     lock_path = output.parent / f".{output.name}.lock"
     try:
-        _check_output(output, force=force)
+        require_replaceable(output, force=force)
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_path.open("w", encoding="utf-8")
     except OSError as error:
-        raise _cannot_write(output, error) from error
+        raise cannot_write(output, error) from error
     try:
         _lock(lock, output)
         try:
             _recover(output, replaced)
-            # Again: a run that ended since, or the recovery, may have put an artifact there.
-            _check_output(output, force=force)
+            # Checked again: another run or the recovery may have written an artifact since.
+            require_replaceable(output, force=force)
             for leftover in (partial, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
@@ -52,15 +54,8 @@ def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
             partial.rename(output)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
-            if error.errno in (
-                errno.ENOSPC,
-                errno.EDQUOT,
-                errno.EROFS,
-                errno.EACCES,
-                errno.EPERM,
-                errno.EFBIG,
-            ):
-                raise _cannot_write(output, error) from error
+            if error.errno in NOT_WRITABLE:
+                raise cannot_write(output, error) from error
             raise
         finally:
             _recover(output, replaced)
@@ -71,7 +66,7 @@ def new_artifact(output: Path, *, force: bool) -> Iterator[Path]:
 
 
 def claim(folder: Path, *, locks: Path) -> Path:
-    """`folder` until this process ends; one of its own beside it while another process has that."""
+    """`folder`, locked until this process ends; while another process holds the lock, a folder beside it."""
     if LOCKS is None or folder in HELD:
         return folder
     locks.mkdir(parents=True, exist_ok=True)
@@ -86,30 +81,44 @@ def claim(folder: Path, *, locks: Path) -> Path:
 
 
 def _recover(output: Path, replaced: Path) -> None:
-    """Put the old artifact back where a run was killed between the two renames."""
+    """Restore the old artifact after a run that was killed between its two renames."""
     if replaced.exists() and not output.exists():
         replaced.rename(output)
 
 
-def _check_output(output: Path, *, force: bool) -> None:
+def require_replaceable(output: Path, *, force: bool, kind: str = "folder") -> None:
+    """Raise unless the output, a folder or a zip, is absent, or `force` is set and quantkit wrote it."""
     if not output.exists():
         return
-    if not output.is_dir():
-        raise InputError("a file is in the way", where=str(output), next_step="choose another folder with -o")
-    if not any(output.iterdir()):
+    if output.is_dir() != (kind == "folder"):
+        obstacle = "folder" if output.is_dir() else "file"
+        raise InputError(
+            f"a {obstacle} is in the way", where=str(output), next_step=f"choose another {kind} with -o"
+        )
+    if output.is_dir() and not any(output.iterdir()):
         return
     if not force:
         raise InputError(
-            "the folder exists",
+            f"the {kind} exists",
             where=str(output),
             next_step="pass --force to replace it, or choose another with -o",
         )
-    if not (output / MANIFEST).exists():
+    if not _has_manifest(output):
         raise InputError(
-            "--force only replaces a folder that quantkit wrote, and this one has no manifest.json",
+            f"--force only replaces a {kind} that quantkit wrote, and this one has no manifest.json",
             where=str(output),
-            next_step="choose another folder with -o, or remove this one yourself",
+            next_step=f"choose another {kind} with -o, or remove this one yourself",
         )
+
+
+def _has_manifest(output: Path) -> bool:
+    if output.is_dir():
+        return (output / MANIFEST).exists()
+    try:
+        with zipfile.ZipFile(output) as archive:
+            return any(name.endswith(f"/{MANIFEST}") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return False
 
 
 def _lock(lock: IO[str], output: Path) -> None:
@@ -117,42 +126,41 @@ def _lock(lock: IO[str], output: Path) -> None:
         return
     try:
         LOCKS.flock(lock, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
-        # A run that just ended may have removed the file that this lock is on.
+        # Another run may have removed the locked file at its end.
         if Path(lock.name).stat().st_ino != os.fstat(lock.fileno()).st_ino:
             raise FileNotFoundError(lock.name)
     except OSError as error:
         raise InputError(
-            "another run is writing this folder",
+            "another run writes this folder",
             where=str(output),
             next_step="wait for it to end, or choose another folder with -o",
         ) from error
 
 
-def _cannot_write(output: Path, error: OSError) -> InputError:
+def cannot_write(output: Path, error: OSError) -> InputError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(next(p for p in output.parents if p.exists())).free
         return InputError(
             f"the disk is full ({free / 1e6:.0f} MB are left)",
             where=str(output),
-            next_step="free some space, or choose a folder on another disk with -o; nothing was kept",
+            next_step="free some space, or choose an output on another disk with -o; nothing was kept",
         )
     return InputError(
         f"cannot be written ({os.strerror(error.errno or 0)})",
         where=str(output),
-        next_step="choose a folder that you may write to with -o",
+        next_step="choose a place that you may write to with -o; nothing was kept",
     )
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file, by its path in the folder."""
-    found = {}
+    """Path in the folder -> SHA-256, of every file but the manifest."""
+    hashes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MANIFEST:
             with path.open("rb") as file:
-                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                hashes[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of every file of the folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

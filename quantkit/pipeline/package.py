@@ -1,13 +1,15 @@
-"""One self-contained folder or zip of an artifact, for a device that has no more than onnxruntime.
+"""Package of an artifact: a self-contained folder or zip for a device with onnxruntime and tokenizers alone.
 
-Only what running needs is taken along, and each file is compared with the artifact's manifest first, so that
-damage is found here and not on a device. Everything is written beside the output and renamed at the end.
+A package holds the files that run the model, a runner, a README and a manifest. Files are compared with the
+artifact's manifest first, so that damage is found before they reach a device. The output is written beside
+its place and renamed at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -16,28 +18,106 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import quantkit
 from quantkit.errors import InputError
-from quantkit.export.check import Written
-from quantkit.pipeline.folder import MANIFEST, new_artifact
-from quantkit.pipeline.package_kinds import DEVICE, PAGE, STATIC_PAGE, Kind, kind_of
+from quantkit.export.check import Written, read_written
+from quantkit.pipeline.folder import MANIFEST, cannot_write, new_artifact, require_replaceable
 from quantkit.plan.targets import TARGETS
+from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.providers.compiled import file_hash, model_hash
 
-TOKENIZER, COMPILED = "tokenizer.json", "compiled"
+PACKAGE = Path(quantkit.__file__).parent
+RUNNER, STATIC_RUNNER, DEVICE = (  # both runners import DEVICE
+    PACKAGE / "runtime" / "on_device" / name for name in ("run_growing.py", "run_static.py", "device.py")
+)
+PAGE, STATIC_PAGE = (PACKAGE / "assets" / "runner" / name for name in ("README.md", "README-npu.md"))
+COMPILED = "compiled"
+LICENSE = "license of the model"
 FORMAT = 1  # of a package's manifest
+COPY_BYTES = 1 << 22
+TOKENIZER = "tokenizer.json"
 PURPOSES: dict[str, str] = {
     TOKENIZER: "text to token ids and back",
     "config.json": "the model's facts, with the tokens that end a text",
     "generation_config.json": "the tokens that end a text, where these differ",
     "genai_config.json": "for running it with onnxruntime-genai instead",
-    "run.py": "runs it, in 60 lines to read and to copy from",
-    "device.py": "what that stands on: onnxruntime, tokenizers and numpy are all it imports",
-    "README.md": "this page",
 }
-Member = Path | bytes  # a file of the artifact, or content made here
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind of artifact that a runner can run."""
+
+    name: str
+    graphs: Mapping[str, str]  # file -> purpose
+    command: str
+    notes: str  # of the README, below inputs and outputs of the graphs
+    runner: Path = RUNNER
+    page: Path = PAGE
+
+
+TEXT, TEXTS = (
+    'python run.py "Once upon a time" --max-new-tokens 64',
+    'python run.py "One text" "Another text"',
+)
+DECODER = Kind(
+    name="decoder",
+    graphs={MODEL_FILE: "the graph"},
+    command=TEXT,
+    notes="""A prompt goes in whole, then one token at a time. `attention_mask` covers all tokens so far,
+ones throughout for a single text, and `position_ids` counts from 0. For speed, bind each `past_key_values.N`
+and its `present.N` to one buffer of the length that prompt and answer take together: the graph writes new
+keys and values into it. The token with the largest logit is the next one; `run.py` shows all of it.""",
+)
+ENCODER = Kind(
+    name="encoder",
+    graphs={MODEL_FILE: "the graph"},
+    command=TEXTS,
+    notes="One text at a time needs no padding: `attention_mask` is all ones, token types are zeros.",
+)
+STATIC_DECODER = Kind(
+    name="decoder",
+    graphs={PROMPT_FILE: "the graph that reads a prompt", DECODE_FILE: "the graph that adds a token"},
+    command=TEXT,
+    notes="""A prompt stands in the first places of its graph, with ones in `attention_mask` there and zeros
+behind; `logit_position` is its last place. Each `present.N` goes to the same places of an array that is the
+other graph's `past_key_values.N`: codes, to be copied and not to be read as numbers. Places that hold nothing
+yet repeat the first one. The other graph's `attention_mask` has a one for each place filled, and its last one
+is the new token's; `position_ids` is how many tokens came before. `run.py` shows all of it.""",
+    runner=STATIC_RUNNER,
+    page=STATIC_PAGE,
+)
+STATIC_ENCODER = Kind(
+    name="encoder",
+    graphs={MODEL_FILE: "the graph"},
+    command=TEXTS,
+    notes="""A text stands in the first places, with ones in `attention_mask` there and zeros behind; what the
+graph gives for the places behind it means nothing. Token types are zeros for a single text.""",
+    runner=STATIC_RUNNER,
+    page=STATIC_PAGE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A file of a package."""
+
+    content: Path | bytes
+    purpose: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+    @property
+    def sha256(self) -> str:
+        with self.open() as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def open(self) -> IO[bytes]:
+        return io.BytesIO(self.content) if isinstance(self.content, bytes) else self.content.open("rb")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +126,20 @@ class Packed:
 
     path: Path
     kind: str
-    command: str  # that runs it
+    command: str  # of the runner
     files: tuple[str, ...]
     num_bytes: int
     is_for_npu: bool = False
-    notes: tuple[str, ...] = ()  # what was left out
+    notes: tuple[str, ...] = ()  # files that were left out
 
 
 def pack(
     folder: Path, output: Path | None = None, *, target: str | None = None, force: bool = False
 ) -> Packed:
-    """Check the artifact, and write what a device needs of it; `target` is what it must be made for."""
-    manifest = read_manifest(folder)
+    """Check an artifact and write its package; an artifact of another target than `target` is refused."""
+    manifest = _read_manifest(folder)
     if target is not None:
-        require_target(folder, manifest.get("target"), target)
+        _require_target(folder, manifest.get("target"), target)
     output = output or Path(f"{folder.resolve().name}-package")
     if output.resolve().is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(output.resolve()):
         raise InputError(
@@ -67,50 +147,48 @@ def pack(
             where=str(output),
             next_step="choose another place with -o",
         )
-    require_whole(folder, manifest["files"])
-    members, kind, notes = members_of(folder, manifest)
+    _require_whole(folder, manifest["files"])
+    kind, graphs = _kind_of(folder, manifest["files"])
+    page = _page_of(kind, manifest)
+    members, notes = _members(folder, manifest, kind, graphs, page)
     if output.suffix == ".zip":
         _write_zip(output, members, force=force)
     else:
         with new_artifact(output, force=force) as partial:
-            for name, content in members.items():
+            for name, member in members.items():
                 (partial / name).parent.mkdir(exist_ok=True)
-                if isinstance(content, bytes):
-                    (partial / name).write_bytes(content)
-                else:
-                    shutil.copyfile(content, partial / name)
-    sizes = [len(each) if isinstance(each, bytes) else each.stat().st_size for each in members.values()]
+                with member.open() as source, (partial / name).open("wb") as file:
+                    shutil.copyfileobj(source, file, COPY_BYTES)
     return Packed(
         path=output,
         kind=kind.name,
         command=kind.command,
         files=tuple(members),
-        num_bytes=sum(sizes),
-        is_for_npu=page_of(kind, manifest) == STATIC_PAGE,
+        num_bytes=sum(member.num_bytes for member in members.values()),
+        is_for_npu=page == STATIC_PAGE,
         notes=notes,
     )
 
 
-def require_target(folder: Path, made_for: object, wanted: str) -> None:
-    """Refuse an artifact of another target; two names of one target are alike."""
-    if wanted not in TARGETS:
-        raise InputError(f"no target '{wanted}'", where="--target", allowed=", ".join(TARGETS))
-    if TARGETS.get(str(made_for)) != TARGETS[wanted]:
+def _require_target(folder: Path, artifact_target: object, target: str) -> None:
+    """Refuse an artifact of another target; two names of one target are equal."""
+    if target not in TARGETS:
+        raise InputError(f"no target '{target}'", where="--target", allowed=", ".join(TARGETS))
+    if TARGETS.get(str(artifact_target)) != TARGETS[target]:
         raise InputError(
-            f"it was made for target '{made_for}'",
+            f"the artifact was made for target '{artifact_target}'",
             where=str(folder),
-            allowed=f"an artifact of target '{wanted}'",
-            next_step=f"quantkit quantize MODEL --target {wanted}, or leave --target out",
+            allowed=f"an artifact of target '{target}'",
+            next_step=f"quantkit quantize MODEL --target {target}, or leave --target out",
         )
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an artifact; anything else is refused."""
-    expected: dict[str, Any] = {"where": str(folder), "allowed": "a folder that 'quantkit quantize' wrote"}
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    allowed = "a folder that 'quantkit quantize' wrote"
     path = folder / MANIFEST
     if not path.is_file():
-        what = "there is no manifest.json in it" if folder.is_dir() else "no such folder"
-        raise InputError(f"no artifact: {what}", **expected)
+        reason = "the folder has no manifest.json" if folder.is_dir() else "no such folder"
+        raise InputError(f"no artifact: {reason}", where=str(folder), allowed=allowed)
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         files = manifest["files"]
@@ -118,23 +196,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         is_sound = False
     if not is_sound:
-        raise InputError("no artifact: its manifest.json lists no files", **expected)
+        raise InputError("no artifact: its manifest.json lists no files", where=str(folder), allowed=allowed)
     if "package" in manifest:
-        raise InputError("it is a package already", next_step="copy it as it is", **expected)
+        raise InputError(
+            "the folder is a package already",
+            where=str(folder),
+            allowed=allowed,
+            next_step="copy it as it is",
+        )
     return manifest
 
 
-def require_whole(folder: Path, files: Mapping[str, str]) -> None:
-    """Name every file that is not as the run left it."""
+def _require_whole(folder: Path, files: Mapping[str, str]) -> None:
+    """Refuse an artifact with missing or changed files."""
     faults = []
-    for name, wanted in sorted(files.items()):
+    for name, sha256 in sorted(files.items()):
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
-            faults.append(f"{name} lies outside of it")
+            faults.append(f"{name} lies outside of the folder")
         elif not path.is_file():
             faults.append(f"{name} is missing")
-        elif file_hash(path) != wanted:
-            faults.append(f"{name} is not what the manifest says")
+        elif file_hash(path) != sha256:
+            faults.append(f"{name} differs from the manifest")
     if faults:
         raise InputError(
             f"the artifact is damaged: {'; '.join(faults[:4])}",
@@ -143,13 +226,38 @@ def require_whole(folder: Path, files: Mapping[str, str]) -> None:
         )
 
 
-def members_of(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Member], Kind, tuple[str, ...]]:
-    """(what goes into the package by name, its kind, what was left out), the manifest last."""
+def _kind_of(folder: Path, files: Mapping[str, str]) -> tuple[Kind, dict[str, Written]]:
+    """(kind of an artifact, its graphs); an artifact that no runner can run is refused."""
+    if all(name in files for name in STATIC_DECODER.graphs):
+        return STATIC_DECODER, {name: read_written(folder / name) for name in STATIC_DECODER.graphs}
+    if MODEL_FILE not in files:
+        graphs = [name for name in files if name.endswith(".onnx")]
+        raise InputError(
+            f"no runner for these files: {', '.join(graphs) or 'no graph at all'}",
+            where=str(folder),
+            allowed="a decoder or an encoder in one model.onnx, or a decoder for an NPU in two graphs",
+        )
+    written = read_written(folder / MODEL_FILE)
+    is_static = all(isinstance(size, int) for value in written.inputs for size in value.shape)
+    kinds = {"decoder": DECODER, "encoder": STATIC_ENCODER if is_static else ENCODER}
+    kind = kinds.get("encoder" if written.kind == "traced" and not written.has_cache else written.kind)
+    if kind is None:
+        raise InputError(
+            "no runner for this graph: its cache grows by copying, or quantkit did not write it",
+            where=str(folder / MODEL_FILE),
+            allowed="a decoder that is written as a fused graph, or an encoder",
+        )
+    return kind, {MODEL_FILE: written}
+
+
+def _members(
+    folder: Path, manifest: Mapping[str, Any], kind: Kind, graphs: Mapping[str, Written], page: Path
+) -> tuple[dict[str, Member], tuple[str, ...]]:
+    """(files of the package by name, notes on files that were left out); the manifest comes last."""
     files = manifest["files"]
-    kind, graphs = kind_of(folder, files)
     if TOKENIZER not in files:
         raise InputError(
-            "it has no tokenizer.json, and a device has no other tokenizer",
+            "the artifact has no tokenizer.json, and a device has no other tokenizer",
             where=str(folder),
             next_step="quantize from a folder that has the model's tokenizer",
         )
@@ -162,21 +270,28 @@ def members_of(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Mem
             next_step="quantize again",
         )
     licenses = sorted(name for name in files if name.upper().startswith(("LICENSE", "LICENCE", "NOTICE")))
-    wanted = [*graphs, *data_files, TOKENIZER, "config.json", "generation_config.json"]
-    wanted += ["genai_config.json", *licenses]
-    members: dict[str, Member] = {name: folder / name for name in wanted if name in files}
-    compiled, notes = compiled_forms(folder, list(graphs))
+    purposes = {**kind.graphs, **dict.fromkeys(data_files, "weights, which the graphs point to"), **PURPOSES}
+    purposes |= dict.fromkeys(licenses, LICENSE)
+    members = {
+        name: Member(content=folder / name, purpose=purpose)
+        for name, purpose in purposes.items()
+        if name in files
+    }
+    compiled, notes = _compiled(folder, list(graphs))
     members |= compiled
-    members["run.py"], members[DEVICE.name] = kind.runner.read_bytes(), DEVICE.read_bytes()
-    purposes = {**PURPOSES, **kind.graphs} | dict.fromkeys(data_files, "weights, which the graphs point to")
-    purposes |= dict.fromkeys(licenses, "license of the model")
-    purposes |= dict.fromkeys(compiled, "compiled for an NPU, and what it was compiled from")
-    members["README.md"] = _page(members, graphs, kind, manifest, purposes)
-    first = next(iter(graphs.values()))
-    described = {
+    runner = {
+        "run.py": Member(content=kind.runner, purpose="runs it, in 60 lines to read and to copy from"),
+        DEVICE.name: Member(
+            content=DEVICE,
+            purpose="what that stands on: onnxruntime, tokenizers and numpy are all it imports",
+        ),
+    }
+    readme = _readme(members, runner, kind, graphs, manifest, page)
+    members |= {**runner, "README.md": Member(content=readme.encode())}
+    document = {
         "package": FORMAT,
         "quantkit": quantkit.__version__,
-        "model": first.model,
+        "model": next(iter(graphs.values())).model,
         "kind": kind.name,
         "scheme": manifest.get("scheme"),
         "target": manifest.get("target"),
@@ -184,45 +299,23 @@ def members_of(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Mem
         "ir_version": max(written.ir_version for written in graphs.values()),
         "onnxruntime": manifest.get("versions", {}).get("onnxruntime"),
         "artifact_sha256": file_hash(folder / MANIFEST),
-        "files": {
-            name: hashlib.sha256(each).hexdigest() if isinstance(each, bytes) else file_hash(each)
-            for name, each in members.items()
-        },
+        "files": {name: member.sha256 for name, member in members.items()},
     }
-    members[MANIFEST] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
-    return members, kind, notes
+    members[MANIFEST] = Member(content=(json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+    return members, notes
 
 
-def compiled_forms(folder: Path, graphs: Sequence[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """(what providers compiled from these graphs, with a record beside each; what does not fit them)."""
-    found: dict[str, Path] = {}
-    notes = []
-    for graph in graphs:
-        for context in sorted((folder / COMPILED).glob(f"{Path(graph).stem}.*.onnx")):
-            record = context.with_suffix(".json")
-            try:
-                told = json.loads(record.read_text(encoding="utf-8"))
-                fits = told["model_sha256"] == model_hash(folder / graph)
-                fits = fits and told["file_sha256"] == file_hash(context)
-            except (OSError, ValueError, KeyError, TypeError):
-                fits = False
-            if fits:
-                found |= {f"{COMPILED}/{path.name}": path for path in (context, record)}
-            else:
-                notes.append(f"{COMPILED}/{context.name} was left out: it was not compiled from this {graph}")
-    return found, tuple(notes)
-
-
-def _page(
-    members: Mapping[str, Member],
-    graphs: Mapping[str, Written],
+def _readme(
+    artifact: Mapping[str, Member],
+    runner: Mapping[str, Member],
     kind: Kind,
+    graphs: Mapping[str, Written],
     manifest: Mapping[str, Any],
-    purposes: Mapping[str, str],
-) -> bytes:
-    target = TARGETS.get(str(manifest.get("target")))
-    rows = [f"| `{name}` | {purposes[name]} |" for name in (*members, "README.md")]
-    rows.append(f"| `{MANIFEST}` | what made it, and the SHA-256 of every file |")
+    page: Path,
+) -> str:
+    """README of a package with these files of the artifact and of the runner."""
+    rows = [f"| `{name}` | {member.purpose} |" for name, member in {**artifact, **runner}.items()]
+    rows += ["| `README.md` | this page |", f"| `{MANIFEST}` | what made it, and the SHA-256 of every file |"]
     values = [
         f"| {side if len(graphs) == 1 else f'{graph}, {side}'} | `{value.name}` "
         f"| {value.element_type.lower()} | {', '.join(map(str, value.shape))} |"
@@ -230,98 +323,87 @@ def _page(
         for side, listed in (("in", written.inputs), ("out", written.outputs))
         for value in listed
     ]
-    licenses = [name for name, purpose in purposes.items() if purpose == "license of the model"]
     data_files = [name for written in graphs.values() for name in written.data_files]
-    copied = ", ".join(f"`{name}`" for name in dict.fromkeys((*graphs, *data_files, TOKENIZER)))
-    num_bytes = sum(each.stat().st_size for each in members.values() if isinstance(each, Path))
-    text = string.Template(page_of(kind, manifest).read_text(encoding="utf-8")).substitute(
+    licenses = [name for name, member in artifact.items() if member.purpose == LICENSE]
+    records = [path for path in artifact if path.startswith(f"{COMPILED}/") and path.endswith(".json")]
+    target = TARGETS.get(str(manifest.get("target")))
+    return string.Template(page.read_text(encoding="utf-8")).substitute(
         model=next(iter(graphs.values())).model,
         kind=kind.name,
         quantkit=manifest.get("quantkit"),
         scheme=manifest.get("scheme"),
         target=manifest.get("target"),
         description=target.description if target else "unknown to this version",
-        megabytes=f"{num_bytes / 1e6:.1f}",
+        megabytes=f"{sum(member.num_bytes for member in artifact.values()) / 1e6:.1f}",
         files="\n".join(rows),
         run=kind.command,
         onnxruntime=manifest.get("versions", {}).get("onnxruntime", "of an unknown version"),
-        copied=copied,
+        copied=", ".join(f"`{name}`" for name in dict.fromkeys((*graphs, *data_files, TOKENIZER))),
         values="\n".join(values),
         notes=kind.notes,
-        compiled=_about_compiled([each for each in members.values() if isinstance(each, Path)]),
+        compiled=_about_compiled(artifact[records[0]] if records else None),
         licenses=f": see {', '.join(licenses)}" if licenses else ", which quantkit does not know",
     )
-    return text.encode()
 
 
-def page_of(kind: Kind, manifest: Mapping[str, Any]) -> Path:
-    """The page of its kind; a file that leaves activations to the runtime is for no NPU."""
+def _compiled(folder: Path, graphs: Sequence[str]) -> tuple[dict[str, Member], tuple[str, ...]]:
+    """(compiled forms of these graphs with their records, notes on those of other graphs)."""
+    members: dict[str, Member] = {}
+    notes = []
+    purpose = "compiled for an NPU, and what it was compiled from"
+    for graph in graphs:
+        for context in sorted((folder / COMPILED).glob(f"{Path(graph).stem}.*.onnx")):
+            record = context.with_suffix(".json")
+            try:
+                hashes = json.loads(record.read_text(encoding="utf-8"))
+                fits = hashes["model_sha256"] == model_hash(folder / graph)
+                fits = fits and hashes["file_sha256"] == file_hash(context)
+            except (OSError, ValueError, KeyError, TypeError):
+                fits = False
+            if fits:
+                for path in (context, record):
+                    members[f"{COMPILED}/{path.name}"] = Member(content=path, purpose=purpose)
+            else:
+                notes.append(f"{COMPILED}/{context.name} was left out: it was not compiled from this {graph}")
+    return members, tuple(notes)
+
+
+def _page_of(kind: Kind, manifest: Mapping[str, Any]) -> Path:
+    """README of the kind; a graph whose activations the runtime quantizes is not for an NPU."""
     target = TARGETS.get(str(manifest.get("target")))
     return PAGE if target and not target.rounds_values else kind.page
 
 
-def _about_compiled(paths: Sequence[Path]) -> str:
-    """Where what was compiled serves, from its records."""
-    records = [path for path in paths if path.parent.name == COMPILED and path.suffix == ".json"]
-    if not records:
+def _about_compiled(record: Member | None) -> str:
+    """Paragraph of the README about compiled forms."""
+    if record is None:
         return "Nothing compiled is here, so a provider compiles the graphs\nwhenever a session starts."
-    told = json.loads(records[0].read_text(encoding="utf-8"))
-    made_by = f"{told['provider']} {told['provider_version']}"
+    with record.open() as file:
+        origin = json.load(file)
     return (
-        f"`{COMPILED}/` holds what the provider {made_by} made of the graphs\n"
-        f"under onnxruntime {told['onnxruntime']}, for the device `{told['device']}`. `run.py`\n"
+        f"`{COMPILED}/` holds what the provider {origin['provider']} {origin['provider_version']} made of the"
+        f" graphs\nunder onnxruntime {origin['onnxruntime']}, for the device `{origin['device']}`. `run.py`\n"
         "starts from it where versions and device are the same; elsewhere a provider compiles the graphs "
         "whenever\na session starts."
     )
 
 
 def _write_zip(output: Path, members: Mapping[str, Member], *, force: bool) -> None:
-    """The same files in one folder of a zip; two runs write the same bytes."""
-    if output.exists():
-        _require_replaceable(output, force=force)
+    """Write the files into one folder of a zip; equal members give equal bytes."""
+    require_replaceable(output, force=force, kind="zip")
     partial = output.absolute().parent / f".{output.name}.{os.getpid()}.partial"
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(partial, "w", compression=zipfile.ZIP_DEFLATED) as archive:
-            for member, content in members.items():
-                entry = zipfile.ZipInfo(f"{output.stem}/{member}")  # dated 1980, whenever it is written
+            for name, member in members.items():
+                entry = zipfile.ZipInfo(f"{output.stem}/{name}")  # dated 1980, for equal bytes
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 entry.external_attr = 0o644 << 16
-                with archive.open(entry, "w", force_zip64=True) as writing:
-                    if isinstance(content, bytes):
-                        writing.write(content)
-                        continue
-                    with content.open("rb") as reading:
-                        shutil.copyfileobj(reading, writing, 1 << 22)
+                with member.open() as source, archive.open(entry, "w", force_zip64=True) as file:
+                    shutil.copyfileobj(source, file, COPY_BYTES)
         partial.replace(output)
     except OSError as error:
-        raise InputError(
-            f"cannot be written ({error.strerror})",
-            where=str(output),
-            next_step="choose another place with -o; nothing was kept",
-        ) from error
+        raise cannot_write(output.absolute(), error) from error
     finally:
-        with contextlib.suppress(OSError):  # its folder may not be there either
+        with contextlib.suppress(OSError):  # the folder may be absent too
             partial.unlink(missing_ok=True)
-
-
-def _require_replaceable(output: Path, *, force: bool) -> None:
-    if not output.is_file():
-        raise InputError("a folder is in the way", where=str(output), next_step="choose another name with -o")
-    if not force:
-        raise InputError(
-            "the file exists",
-            where=str(output),
-            next_step="pass --force to replace it, or choose another with -o",
-        )
-    try:
-        with zipfile.ZipFile(output) as archive:
-            is_ours = any(name.endswith(f"/{MANIFEST}") for name in archive.namelist())
-    except zipfile.BadZipFile:
-        is_ours = False
-    if not is_ours:
-        raise InputError(
-            "--force only replaces a zip that quantkit wrote, and this one has no manifest.json",
-            where=str(output),
-            next_step="choose another name with -o, or remove this one yourself",
-        )

@@ -19,8 +19,7 @@ from exporting import build_tiny, error
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
-from quantkit.pipeline.package import MANIFEST, pack
-from quantkit.pipeline.package_kinds import DEVICE, RUNNER, STATIC_RUNNER
+from quantkit.pipeline.package import DEVICE, MANIFEST, RUNNER, STATIC_RUNNER, pack
 from quantkit.runtime.encoder import encode, open_encoder
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 
@@ -366,7 +365,7 @@ def test_damage_is_named_and_nothing_is_written(artifact, tmp_path):
     (folder / "model.onnx").write_bytes(data)
     (folder / "report.md").unlink()
     line = refused("package", str(folder), "-o", str(tmp_path / "out"))
-    assert "model.onnx is not what the manifest says" in line
+    assert "model.onnx differs from the manifest" in line
     assert "report.md is missing" in line
     assert {path.name for path in tmp_path.iterdir()} == {"damaged"}
 
@@ -438,7 +437,7 @@ def test_what_the_runner_cannot_run(artifact, tmp_path):
     folder = changed("reaching")
     (tmp_path / "secret").write_text("key")
     _relist(folder, **{"../secret": hash_of(tmp_path / "secret")})
-    with pytest.raises(InputError, match="outside of it"):
+    with pytest.raises(InputError, match="outside of the folder"):
         pack(folder, tmp_path / "out")
 
     folder = changed("no graph")
