@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import quantkit
 from quantkit.errors import InputError
@@ -116,7 +116,7 @@ class Member:
         with self.open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def open(self) -> IO[bytes]:
+    def open(self) -> io.BytesIO | io.BufferedReader:
         return io.BytesIO(self.content) if isinstance(self.content, bytes) else self.content.open("rb")
 
 
