@@ -135,4 +135,3 @@ def test_its_name_says_its_grid(name):
     assert (activations == "block") is (grid.block is not None)
     assert row.head.grid.block, "one position at a time is read block-wise"
     assert row.head.grid.is_symmetric, "an embedding reads rows of it"
-    assert row.description
