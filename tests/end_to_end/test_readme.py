@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from test_quantize import quantkit as run_command
 
+from quantkit.recipe import Budget, Calibration, Measure, Recipe
+
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,6 +27,14 @@ PLAIN = [
 ]
 
 
+class QuickRecipe(Recipe):
+    """A recipe whose defaults measure less: the commands are those of the page."""
+
+    measure: Measure = Measure(max_tokens=1000, seconds=1.0)
+    budget: Budget = Budget(evaluations=4)
+    calibration: Calibration = Calibration(gradient_windows=0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """One folder for all commands, in the order of the page."""
@@ -33,6 +43,8 @@ def folder(tmp_path_factory):
         patch.chdir(folder)
         patch.setenv("QUANTKIT_CACHE", str(folder / "cache"))
         patch.setenv("COLUMNS", "110")
+        patch.setattr("quantkit.pipeline.quantize.Recipe", QuickRecipe)
+        patch.setattr("quantkit.pipeline.search.TABLE_TOKENS", 128)
         yield folder
 
 
