@@ -76,7 +76,7 @@ def quantize(
     ] = None,
     resumes: Annotated[bool, typer.Option("--resume/--no-resume", help="continue an interrupted run")] = True,
     target: Annotated[
-        str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu, npu  [default: cpu]")
+        str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu, npu, openvino  [default: cpu]")
     ] = None,
     prompt_length: Annotated[
         int | None, typer.Option(help="npu: tokens that are read at once  [default: 128]")

@@ -31,7 +31,13 @@ def evaluate(artifact: OpenArtifact, *, reference: str | None, progress: Progres
     if reference is None:
         reference, reason = original_at_hand(artifact.recipe)
     original = named_reference(reference, artifact.session, artifact.threads) if reference else None
-    result = compare(artifact, text_tokens(artifact), original, progress)
+    result = compare(
+        artifact,
+        text_tokens(artifact),
+        original,
+        progress,
+        is_meaningful=not artifact.recipe.random_weights,
+    )
     return Evaluation(result=result, reference=reference, notes=(reason,) if reason else ())
 
 
