@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -74,11 +74,13 @@ def finish(holds: bool) -> None:
         raise typer.Exit(MISSED)
 
 
-def parse_size(text: str | None) -> int | str | None:
+def parse_size(text: str | None) -> int | Literal["auto"] | None:
     """The value of --min-dim: a whole number, or "auto"."""
     from quantkit.plan.select import parse_min_dim
 
-    return text if text in (None, "auto") else parse_min_dim(str(text))
+    if text is None:
+        return None
+    return "auto" if text == "auto" else parse_min_dim(text)
 
 
 def parse_whole(flag: str, text: str | None, least: int) -> int | None:

@@ -165,7 +165,7 @@ def show_sensitivity(
     from quantkit.report.losses import sensitivity_page
 
     check_format(output_format)
-    options: Options = {"min_dim": parse_size(min_dim), "include": include, "exclude": exclude}  # type: ignore[typeddict-item]
+    options: Options = {"min_dim": parse_size(min_dim), "include": include, "exclude": exclude}
     recipe = with_options(load_recipe(recipe_file) if recipe_file else Recipe(), options)
     resolved, table = measure_table(override(recipe, {"model": model}))
     decided, ffns = resolved.recipe, to_json(units_of_model(resolved))

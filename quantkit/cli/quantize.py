@@ -122,7 +122,7 @@ def quantize(
         statistics=statistics,
         resume=resumes,
         quiet=False,
-        min_dim=parse_size(min_dim),  # type: ignore[arg-type]
+        min_dim=parse_size(min_dim),
         include=include,
         exclude=exclude,
         scheme=scheme,
