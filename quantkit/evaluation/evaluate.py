@@ -30,6 +30,12 @@ def evaluate(artifact: OpenArtifact, *, reference: str | None, progress: Progres
     reason = ""
     if reference is None:
         reference, reason = original_at_hand(artifact.recipe)
+    if reference is None and not artifact.session.generates:
+        raise InputError(
+            "an encoder has no perplexity, and its original is not on this disk",
+            where=str(artifact.folder),
+            next_step="name the original with --reference MODEL",
+        )
     original = named_reference(reference, artifact.session, artifact.threads) if reference else None
     result = compare(
         artifact,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Ints, TextPerplexity, measure_accuracy, measure_perplexity
 from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact, open_measured
 from quantkit.evaluation.encoder_decoder import measure_halves
@@ -137,12 +136,7 @@ def compare(
             )
     context = session.fixed_length or artifact.context
     if not session.generates:
-        if original is None:
-            raise InputError(
-                "an encoder has no perplexity, and its original is not on this disk",
-                where=str(artifact.folder),
-                next_step="name the original with --reference MODEL",
-            )
+        assert original is not None, "an encoder has no perplexity of its own"
         with progress.stage("accuracy", total=len(ids), unit="tokens") as count:
             return measure_similarity(
                 reference=original.logits(),

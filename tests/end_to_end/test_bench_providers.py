@@ -145,7 +145,7 @@ def test_the_page_has_a_bar_for_each_provider(artifact):
     assert f"{'█' * 20}  100.0%" in ran.stdout
     assert "░" * 20 in ran.stdout
     for words in (
-        "decode, ms/token",
+        "ms/token",
         "beside demo in float32",
         "Failures",
         "pip install onnxruntime-ep",

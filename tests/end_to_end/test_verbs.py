@@ -10,9 +10,10 @@ import pytest
 from exporting import build_tiny
 from test_quantize import quantkit, refused
 
-from quantkit.evaluation.artifact import open_artifact
+from quantkit.evaluation.artifact import open_artifact, stored_recipe
 from quantkit.evaluation.benchmark import benchmark
 from quantkit.model.families import FAMILIES
+from quantkit.pipeline.options import with_options
 from quantkit.progress import Progress
 
 
@@ -54,7 +55,7 @@ def test_eval_on_another_text_and_for_a_person(artifact, tmp_path):
     protocol = found["accuracy"]["protocol"]
     assert (protocol["text"], protocol["window"], protocol["stride"]) == ("own.txt", 64, 64)
     page = quantkit("eval", str(artifact), "--text", str(text)).stdout
-    for words in ("int8_block64 of demo, beside demo", "KL divergence", "own.txt", "machine:"):
+    for words in ("int8_block64 of demo; reference: demo", "KL divergence", "own.txt", "machine:"):
         assert words in page
 
 
@@ -96,12 +97,17 @@ def test_bench_times_and_weighs_the_artifact(artifact):
 
 
 def test_the_memory_floor_stands_where_the_artifact_tells_its_traffic(artifact):
-    opened = open_artifact(artifact, {"measure.prompt": 8, "measure.decode": 2})
-    told = dataclasses.replace(opened, metadata={**opened.metadata, "bytes_per_token": 6_000_000})
+    recipe = with_options(stored_recipe(artifact), {"prompt": 8, "decode": 2})
+    opened = open_artifact(artifact, recipe)
+
+    def with_metadata(metadata):
+        return dataclasses.replace(opened, session=dataclasses.replace(opened.session, metadata=metadata))
+
+    told = with_metadata({**opened.session.metadata, "bytes_per_token": 6_000_000})
     made = benchmark(told, progress=Progress(quiet=True))
     assert 6e6 / 1e12 * 1e3 < made.latency.floor_ms_per_token < 6e6 / 1e9 * 1e3  # 1 to 1000 GB/s
     assert made.notes == ()
-    silent = dataclasses.replace(opened, metadata={})
+    silent = with_metadata({})
     made = benchmark(silent, progress=Progress(quiet=True))
     assert made.latency.floor_ms_per_token is None
     assert "no memory floor" in made.notes[0]
