@@ -34,6 +34,7 @@ from protecting import whole_text  # noqa: E402
 
 from quantkit.evaluation.accuracy import measure_accuracy  # noqa: E402
 from quantkit.evaluation.measure import encoded_text  # noqa: E402
+from quantkit.evaluation.text import encoded_text
 from quantkit.model.model_map import to_json  # noqa: E402
 from quantkit.pipeline.quantize import quantize  # noqa: E402
 from quantkit.pipeline.write import write_float_model  # noqa: E402

@@ -48,7 +48,21 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize("name", TORCH_FREE)
 def test_what_is_free_of_torch_does_not_bring_it_in_either(name: str) -> None:
     """The fence sees direct imports; this sees the ones that come along with others."""
-    for path in [PACKAGE / f"{name}.py", *sorted((PACKAGE / name).rglob("*.py"))]:
-        if path.exists() and path.parent.name != "on_device":  # runners of a package, which import device.py
-            module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-            assert imported_with(module) & {"torch", "transformers"} == set(), module
+    paths = [path for path in (PACKAGE / f"{name}.py", *(PACKAGE / name).rglob("*.py")) if path.exists()]
+    modules = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in sorted(paths)
+        if path.parent.name != "on_device"  # runners of a package, which import device.py
+    ]
+    assert modules
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if {'torch', 'transformers'} & set(sys.modules):\n"
+        "        sys.exit(name)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *modules], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
