@@ -33,8 +33,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from protecting import whole_text  # noqa: E402
 
 from quantkit.evaluation.accuracy import measure_accuracy  # noqa: E402
-from quantkit.evaluation.measure import encoded_text  # noqa: E402
-from quantkit.evaluation.text import encoded_text
+from quantkit.evaluation.text import encoded_text  # noqa: E402
 from quantkit.model.model_map import to_json  # noqa: E402
 from quantkit.pipeline.quantize import quantize  # noqa: E402
 from quantkit.pipeline.write import write_float_model  # noqa: E402
