@@ -116,11 +116,11 @@ def scales_of(peak_HD: Floats, sharing: str = "channel") -> Floats:
     A channel that was always zero may wake up later: it gets the scale of the largest one, so that nothing
     is cut off.
     """
+    tiny = np.finfo(np.float32).tiny  # a scale below it would count as zero
     largest = np.float32(peak_HD.max()) or np.float32(LARGEST_CODE)
     if sharing == "tensor":
-        return np.array([largest / LARGEST_CODE], np.float32)
+        return np.array([max(largest / LARGEST_CODE, tiny)], np.float32)
     filled_HD = np.where(peak_HD > 0, peak_HD, largest)
-    tiny = np.finfo(np.float32).tiny  # a scale below it would count as zero
     return np.asarray(np.maximum(filled_HD / LARGEST_CODE, tiny)[None, :, None, :], np.float32)
 
 
