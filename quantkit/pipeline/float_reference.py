@@ -30,6 +30,7 @@ def measures_anything(wanted: Measure) -> bool:
 class Twin:
     """The float reference of an artifact; without a folder, the note says why there is none."""
 
+    is_measured: bool = True  # False: nothing is to be measured, or no session runs the artifact
     folder: Path | None = None
     num_bytes: int | None = None
     note: str = ""
@@ -39,9 +40,14 @@ class Twin:
 def float_twin(written: Written, folder: Path) -> Iterator[Twin]:
     """The original as the same graph in float32, where it is needed and memory and disk allow."""
     resolved, wanted = written.prepared.resolved, written.recipe.measure
-    reason = _why_not(written, folder)
-    if reason or not measures_anything(wanted):
-        yield Twin(note=reason and f"the model is exported and checked, but not measured: {reason}")
+    if not measures_anything(wanted):
+        yield Twin(is_measured=False)
+        return
+    # A tracer may write graphs of other inputs than text.
+    reason = why_not_measured(folder) if written.exported.kind == "traced" else None
+    if reason:
+        note = f"the model is exported and checked, but not measured: {reason}"
+        yield Twin(is_measured=False, note=note)
         return
     size = float_bytes(resolved.model_map)
     fits_memory = size < psutil.virtual_memory().available * SAFE_SHARE
@@ -75,16 +81,11 @@ def _write_twin(written: Written, folder: Path) -> Twin:
     return Twin(folder=folder, num_bytes=exported.num_bytes)
 
 
-def _why_not(written: Written, folder: Path) -> str:
-    """Why no session runs this model, or ""; a tracer may write graphs of other inputs than text."""
-    return (written.exported.kind == "traced" and why_not_measured(folder)) or ""
-
-
 def measure_written(written: Written, folder: Path, twin: Twin) -> Measured:
     """Accuracy beside the original in transformers, latency and memory beside the float twin."""
-    resolved, wanted = written.prepared.resolved, written.recipe.measure
+    resolved = written.prepared.resolved
     notes = (twin.note,) if twin.note else ()
-    if _why_not(written, folder) or not measures_anything(wanted):
+    if not twin.is_measured:
         return Measured(notes=notes)
     measured = measure(
         open_artifact(folder, written.recipe),
