@@ -25,7 +25,7 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.model_map import FFN_ROLES
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import WEIGHTS_FILE, ExportJob, export_dynamic
+from quantkit.pipeline.stages.export import WEIGHTS_FILE, ExportJob, export_dynamic
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 

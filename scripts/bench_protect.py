@@ -36,7 +36,7 @@ from quantkit.evaluation.accuracy import measure_accuracy  # noqa: E402
 from quantkit.evaluation.text import encoded_text  # noqa: E402
 from quantkit.model.model_map import to_json  # noqa: E402
 from quantkit.pipeline.quantize import quantize  # noqa: E402
-from quantkit.pipeline.write import write_float_model  # noqa: E402
+from quantkit.pipeline.stages.write import write_float_model  # noqa: E402
 from quantkit.private.audit import audit  # noqa: E402
 from quantkit.private.client.connection import connect  # noqa: E402
 from quantkit.private.client.model import generate_split, in_process, open_client  # noqa: E402

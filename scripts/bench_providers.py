@@ -28,7 +28,7 @@ from typing import Any
 
 from peers.workplace import fingerprint
 
-from quantkit.pipeline.write import write_float_model
+from quantkit.pipeline.stages.write import write_float_model
 from quantkit.report.figures import bar, percent
 from quantkit.report.tables import Page, Table, to_markdown
 from quantkit.runtime.machine.cache import cache_folder

@@ -11,7 +11,7 @@ from torch import nn
 from quantkit.model.inspect import map_module
 from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import ModelMap
-from quantkit.pipeline.export import checkpoint_header
+from quantkit.pipeline.stages.export import checkpoint_header
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose

@@ -15,7 +15,7 @@ from quantkit.model.inspect import inspect
 from quantkit.model.load import model_class, open_source
 from quantkit.model.model_map import Layer
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import NOTHING, Exported, ExportJob, export_dynamic, write_companions
+from quantkit.pipeline.stages.export import NOTHING, Exported, ExportJob, export_dynamic, write_companions
 from quantkit.plan.select import choose
 from quantkit.quantization.calibration.statistics import InputStatistics
 

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import write_companions
+from quantkit.pipeline.stages.export import write_companions
 from quantkit.plan.select import choose
 from quantkit.private.host.model import FEATURES, NEW_FEATURES
 from quantkit.private.keys import Key, open_key

@@ -144,7 +144,7 @@ def _artifact(model: str, *, is_client: bool) -> Iterator[Path]:
     if is_client or holds_model(folder):
         yield folder
         return
-    from quantkit.pipeline.write import write_float_model
+    from quantkit.pipeline.stages.write import write_float_model
 
     with tempfile.TemporaryDirectory(prefix="quantkit-") as temporary:
         write_float_model(model, Path(temporary))

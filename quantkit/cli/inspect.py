@@ -160,7 +160,7 @@ def show_sensitivity(
     from quantkit.model.model_map import to_json
     from quantkit.pipeline.ffn_units import units_of_model
     from quantkit.pipeline.options import Options, with_options
-    from quantkit.pipeline.search import sensitivity as measure_table
+    from quantkit.pipeline.stages.search import sensitivity as measure_table
     from quantkit.recipe import Recipe, load_recipe, override
     from quantkit.report.losses import sensitivity_page
 

@@ -25,9 +25,9 @@ from quantkit.model.unknown.observe import with_observed_ffns
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.pipeline.calibration_text import calibration_windows
 from quantkit.pipeline.options import with_options
-from quantkit.pipeline.resolve import Resolved
+from quantkit.pipeline.stages.calibration_text import calibration_windows
+from quantkit.pipeline.stages.resolve import Resolved
 from quantkit.progress import Progress
 from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.statistics import InputStatistics

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 from quantkit.errors import InputError
 from quantkit.model.load import Source
 from quantkit.pipeline.artifact import Artifact
-from quantkit.pipeline.documents import report_of, write_manifest, write_reports
-from quantkit.pipeline.export import write_companions
-from quantkit.pipeline.float_reference import float_twin, measure_written
 from quantkit.pipeline.folder import new_artifact
 from quantkit.pipeline.live_model import keep_texts, saved_model
 from quantkit.pipeline.options import Options, with_options
-from quantkit.pipeline.prepare import discard, prepare
-from quantkit.pipeline.resolve import resolve
-from quantkit.pipeline.search import write_within_budget
-from quantkit.pipeline.write import write
+from quantkit.pipeline.stages.documents import report_of, write_manifest, write_reports
+from quantkit.pipeline.stages.export import write_companions
+from quantkit.pipeline.stages.float_reference import float_twin, measure_written
+from quantkit.pipeline.stages.prepare import discard, prepare
+from quantkit.pipeline.stages.resolve import resolve
+from quantkit.pipeline.stages.search import write_within_budget
+from quantkit.pipeline.stages.write import write
 from quantkit.progress import Progress
 from quantkit.recipe import RECIPE_FILE, Recipe, dump_recipe, load_recipe
 

@@ -25,9 +25,9 @@ from quantkit.errors import InputError
 from quantkit.export.fused.split import read_blocks
 from quantkit.model.model_map import EmbeddingKind, ModelMap, Role
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.export import NOTHING
-from quantkit.pipeline.prepare import discard, prepare
-from quantkit.pipeline.resolve import resolve
+from quantkit.pipeline.stages.export import NOTHING
+from quantkit.pipeline.stages.prepare import discard, prepare
+from quantkit.pipeline.stages.resolve import resolve
 from quantkit.plan.formats import Grid
 from quantkit.plan.select import choose
 from quantkit.private.files import HOST, read_side

@@ -25,15 +25,15 @@ from quantkit.export.graph import save
 from quantkit.export.rotary import context_of
 from quantkit.model.model_map import ModelMap, to_json
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.export import (
+from quantkit.pipeline.folder import folder_bytes, hash_files, new_artifact
+from quantkit.pipeline.stages.export import (
     WEIGHTS_FILE,
     checkpoint_header,
     projection_formats,
     write_companions,
 )
-from quantkit.pipeline.folder import folder_bytes, hash_files, new_artifact
-from quantkit.pipeline.prepare import discard, prepare
-from quantkit.pipeline.resolve import Resolved, resolve
+from quantkit.pipeline.stages.prepare import discard, prepare
+from quantkit.pipeline.stages.resolve import Resolved, resolve
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
 from quantkit.plan.targets import TARGETS

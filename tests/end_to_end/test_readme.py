@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
         patch.setenv("QUANTKIT_CACHE", str(folder / "cache"))
         patch.setenv("COLUMNS", "110")
         patch.setattr("quantkit.pipeline.quantize.Recipe", QuickRecipe)
-        patch.setattr("quantkit.pipeline.search.TABLE_TOKENS", 128)
+        patch.setattr("quantkit.pipeline.stages.search.TABLE_TOKENS", 128)
         yield folder
 
 

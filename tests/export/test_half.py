@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 
 from quantkit.errors import InputError
 from quantkit.export.half import to_half
-from quantkit.pipeline.export import ExportJob, export_float
+from quantkit.pipeline.stages.export import ExportJob, export_float
 from quantkit.plan.targets import TARGETS
 
 GPT2 = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}

@@ -19,7 +19,7 @@ from fake_quantize import fake_quantize
 from quantkit.errors import InputError
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
-from quantkit.pipeline.export import WEIGHTS_FILE
+from quantkit.pipeline.stages.export import WEIGHTS_FILE
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.graph import NotTextError, holds_model

@@ -19,7 +19,7 @@ from quantkit.model.architectures.latents import keep_latents
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import WEIGHTS_FILE, write_companions
+from quantkit.pipeline.stages.export import WEIGHTS_FILE, write_companions
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 from quantkit.quantization.checkpoint import open_checkpoint

@@ -17,7 +17,7 @@ from quantkit.export.static.operators import StaticShape
 from quantkit.export.static.qdq import Bits, ValueGrid
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
-from quantkit.pipeline.static_recipe import settle_static
+from quantkit.pipeline.stages.static_recipe import settle_static
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.generate import generate
 from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt

@@ -26,8 +26,8 @@ from quantkit.export.static.qdq import Bits, quantize_static
 from quantkit.export.static.ranges import showing_ranges
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
-from quantkit.pipeline.export_static import encoder_texts
 from quantkit.pipeline.quantize import quantize as quantize_whole
+from quantkit.pipeline.stages.export_static import encoder_texts
 from quantkit.plan.targets import Target
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.encoder import encode, encoder_of

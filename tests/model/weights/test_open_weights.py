@@ -19,7 +19,7 @@ from quantkit.model.load import open_source
 from quantkit.model.reference import reference_logits
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import RandomTensors
-from quantkit.pipeline.export import require_tensors
+from quantkit.pipeline.stages.export import require_tensors
 from quantkit.plan.formats import in_blocks
 from quantkit.plan.select import choose
 from quantkit.quantization.layout import contents_of, weight_name

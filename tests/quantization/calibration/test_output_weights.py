@@ -14,8 +14,8 @@ from quantkit.model.load import open_source
 from quantkit.model.model_map import Role
 from quantkit.model.weights.open import with_weights
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.pipeline.prepare import discard, prepare
-from quantkit.pipeline.resolve import resolve
+from quantkit.pipeline.stages.prepare import discard, prepare
+from quantkit.pipeline.stages.resolve import resolve
 from quantkit.plan.formats import Grid
 from quantkit.progress import Progress
 from quantkit.quantization.calibration.output_weights import weighed_layers

@@ -11,7 +11,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
-from quantkit.pipeline.export import write_companions
+from quantkit.pipeline.stages.export import write_companions
 from quantkit.plan.select import choose
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.runtime.decoder import open_decoder

@@ -26,12 +26,12 @@ from quantkit.evaluation.reference import transformers_reference
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.reference import reference_logits
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.pipeline.calibration_text import Tokens, calibration_windows, held_back
-from quantkit.pipeline.export import kind_of
-from quantkit.pipeline.min_dim import pack_times
-from quantkit.pipeline.prepare import Prepared, discard, prepare
-from quantkit.pipeline.resolve import Resolved, resolve
-from quantkit.pipeline.write import Written, export, export_job, write
+from quantkit.pipeline.stages.calibration_text import Tokens, calibration_windows, held_back
+from quantkit.pipeline.stages.export import kind_of
+from quantkit.pipeline.stages.min_dim import pack_times
+from quantkit.pipeline.stages.prepare import Prepared, discard, prepare
+from quantkit.pipeline.stages.resolve import Resolved, resolve
+from quantkit.pipeline.stages.write import Written, export, export_job, write
 from quantkit.plan.formats import AUTO, FLOAT, in_blocks
 from quantkit.plan.plan import Plan
 from quantkit.progress import Progress

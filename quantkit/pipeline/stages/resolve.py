@@ -19,9 +19,9 @@ from quantkit.model.load import Source, open_source
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.export import kind_of, projection_formats, require_tensors
-from quantkit.pipeline.min_dim import with_measured_sizes
-from quantkit.pipeline.static_recipe import settle_static, static_notes
+from quantkit.pipeline.stages.export import kind_of, projection_formats, require_tensors
+from quantkit.pipeline.stages.min_dim import with_measured_sizes
+from quantkit.pipeline.stages.static_recipe import settle_static, static_notes
 from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
 from quantkit.plan.plan import Plan

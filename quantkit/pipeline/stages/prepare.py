@@ -24,15 +24,15 @@ from quantkit.errors import InputError
 from quantkit.model.model_map import Layer, ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.pipeline.calibration_text import (
+from quantkit.pipeline.folder import claim
+from quantkit.pipeline.stages.calibration_text import (
     Tokens,
     calibration_windows,
     random_windows,
     statistics_windows,
 )
-from quantkit.pipeline.export import projection_formats
-from quantkit.pipeline.folder import claim
-from quantkit.pipeline.resolve import Resolved, plan_of
+from quantkit.pipeline.stages.export import projection_formats
+from quantkit.pipeline.stages.resolve import Resolved, plan_of
 from quantkit.plan.formats import Format
 from quantkit.plan.plan import Plan
 from quantkit.quantization.calibration.output_weights import weigh_outputs, weighed_layers, with_gradients

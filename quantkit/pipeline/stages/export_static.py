@@ -25,7 +25,7 @@ from quantkit.export.static.qdq import Bits, quantize_static
 from quantkit.export.static.ranges import showing_ranges
 from quantkit.export.static.shared_weights import share_weights
 from quantkit.export.traffic import traffic_of
-from quantkit.pipeline.export import Count, Exported, ExportJob, graph_metadata, kind_of, write_rounded
+from quantkit.pipeline.stages.export import Count, Exported, ExportJob, graph_metadata, kind_of, write_rounded
 from quantkit.plan.formats import static_bits
 from quantkit.quantization.layout import Checkpoint, Contents, contents_of, planned_bytes
 from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE

@@ -13,9 +13,9 @@ import psutil
 import quantkit
 from quantkit.evaluation.measure import Measured, environment
 from quantkit.model.model_map import to_json
-from quantkit.pipeline.float_reference import Twin, measures_anything
 from quantkit.pipeline.folder import MANIFEST, hash_files
-from quantkit.pipeline.write import Written, layer_losses
+from quantkit.pipeline.stages.float_reference import Twin, measures_anything
+from quantkit.pipeline.stages.write import Written, layer_losses
 from quantkit.plan.targets import TARGETS
 from quantkit.recipe import dump_recipe
 from quantkit.report.document import Report, Size, kept_projections, report_json

@@ -14,8 +14,8 @@ from quantkit.errors import InputError
 from quantkit.evaluation.artifact import open_artifact, why_not_measured
 from quantkit.evaluation.measure import Measured, measure
 from quantkit.evaluation.reference import transformers_reference
-from quantkit.pipeline.export import float_bytes
-from quantkit.pipeline.write import Written, write_float
+from quantkit.pipeline.stages.export import float_bytes
+from quantkit.pipeline.stages.write import Written, write_float
 from quantkit.recipe import Measure
 
 CONFIG_FILES = ("config.json", "generation_config.json")  # they name a decoder's first token

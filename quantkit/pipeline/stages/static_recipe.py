@@ -7,7 +7,7 @@ from quantkit.export.rotary import context_of
 from quantkit.export.static.decoder import why_not_static
 from quantkit.export.static.operators import StaticShape
 from quantkit.model.model_map import ModelMap
-from quantkit.pipeline.export_static import GRAPHS
+from quantkit.pipeline.stages.export_static import GRAPHS
 from quantkit.plan.formats import AUTO, DEFAULT_STATIC_SCHEME, SCHEMES, static_bits
 from quantkit.plan.plan import Plan
 from quantkit.plan.targets import TARGETS

@@ -12,12 +12,18 @@ from quantkit.export.fused.int8_cache import CACHE_FORMATS, CachePeaks, rewrite,
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights, with_weights
-from quantkit.pipeline.calibration_text import calibration_windows
-from quantkit.pipeline.export import Exported, ExportJob, export_dynamic, export_float, write_companions
-from quantkit.pipeline.export_static import export_static
-from quantkit.pipeline.prepare import Prepared
-from quantkit.pipeline.resolve import Resolved, plan_of
-from quantkit.pipeline.static_recipe import window_length
+from quantkit.pipeline.stages.calibration_text import calibration_windows
+from quantkit.pipeline.stages.export import (
+    Exported,
+    ExportJob,
+    export_dynamic,
+    export_float,
+    write_companions,
+)
+from quantkit.pipeline.stages.export_static import export_static
+from quantkit.pipeline.stages.prepare import Prepared
+from quantkit.pipeline.stages.resolve import Resolved, plan_of
+from quantkit.pipeline.stages.static_recipe import window_length
 from quantkit.plan.formats import DEFAULT_SCHEMES
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose

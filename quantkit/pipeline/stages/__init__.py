@@ -1,0 +1,1 @@
+"""The stages of `quantize`: resolve, prepare, write (or search), measure, report."""
