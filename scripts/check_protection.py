@@ -32,6 +32,7 @@ from quantkit.model.weights.torch_model import torch_model  # noqa: E402
 from quantkit.private.audit import attack  # noqa: E402
 from quantkit.private.keys import Key  # noqa: E402
 from quantkit.private.protect import in_secret_order  # noqa: E402
+from quantkit.quantization.transforms.draft import opened  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "benchmarks" / "private-inference-families.md"
 KEY = Key(secret=bytes(range(32)), model="ab" * 32)
@@ -44,7 +45,7 @@ def row_of(name: str, number: int, folder: Path) -> str:
     entry = FAMILIES[name]
     sizes = {**entry.tiny, **(entry.variants[number - 1] if number else {})}
     given = make_subject(entry.tiny_class, sizes, folder / "double")
-    weights = in_secret_order(given.map, given.tensors, KEY, ALL, dtype=np.float64)
+    weights = in_secret_order(given.map, opened(given.map, given.tensors, np.float64), KEY, ALL)
     logits = logits_of(torch_model(given.source, given.map, weights, torch.float64))
     in_double = error(logits, given.logits).relative
 

@@ -86,7 +86,7 @@ class Weights:
         layers = {layer.role: layer for layer in self.model_map.layers if layer.block == block_name}
         if role not in layers:
             return None
-        chunks = row_chunks(opened(self.model_map, self.public, np.float32), layers[role])
+        chunks = row_chunks(opened(self.model_map, self.public), layers[role])
         public_OI = np.concatenate(list(chunks)).astype(np.float32)
         prefix = f"block.{block}."
         for name in self.host:

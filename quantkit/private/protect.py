@@ -173,7 +173,7 @@ def require_decoder(resolved: Resolved) -> None:
     residual = next(space for space in require_spaces(model_map) if space.kind == "residual")
     if "permutation" not in residual.permits:
         raise InputError(
-            f"its residual permits no order of channels: {residual.why_not['permutation']}",
+            f"its residual permits no order of channels: {residual.forbidden['permutation']}",
             where=model_map.name,
         )
 
@@ -205,7 +205,6 @@ def in_secret_order(
     weights: TensorSource,
     key: Key,
     permutes: Collection[str],
-    dtype: Any = np.float32,
 ) -> TransformedTensors:
     """Weights with every chosen space permuted by the key."""
     kinds = [PERMUTED[name] for name in permutes]
@@ -214,7 +213,7 @@ def in_secret_order(
         for space in require_spaces(model_map)
         if space.kind in kinds and "permutation" in space.permits
     ]
-    return permute(model_map, weights, spaces=spaces, orders=key.order, dtype=dtype)[1]
+    return permute(model_map, weights, spaces=spaces, orders=key.order)[1]
 
 
 def contents_for(recipe: Recipe, model_map: ModelMap, plan: Plan) -> Contents:

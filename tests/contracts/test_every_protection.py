@@ -22,6 +22,7 @@ from quantkit.private.client.model import open_client
 from quantkit.private.host.model import open_host
 from quantkit.private.keys import Key
 from quantkit.private.protect import in_secret_order
+from quantkit.quantization.transforms.draft import opened
 from quantkit.quantization.transforms.spaces import spaces_of
 from quantkit.runtime.decoder import open_decoder
 
@@ -47,7 +48,7 @@ def test_in_float64_logits_and_cache_are_the_originals(name, variant, tmp_path):
     given = subject(name, variant, tmp_path)
     original = torch_model(given.source, given.map, given.tensors, torch.float64)
     for permutes in (("residual",), ALL):
-        weights = in_secret_order(given.map, given.tensors, KEY, permutes, dtype=np.float64)
+        weights = in_secret_order(given.map, opened(given.map, given.tensors, np.float64), KEY, permutes)
         module = torch_model(given.source, given.map, weights, torch.float64)
         made = error(logits_of(module), given.logits)
         assert made.relative < 1e-11

@@ -34,6 +34,8 @@ from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
 from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.transforms import TRANSFORMS
+from quantkit.quantization.transforms.draft import opened
+from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.spaces import spaces_of
 from quantkit.runtime.decoder import open_decoder
 
@@ -196,13 +198,11 @@ def test_every_change_that_its_spaces_permit_is_exact(row, tmp_path):
     names = ["permutation", "smoothquant", *(["hadamard"] if is_rotated else [])]
     for name in names:
         random = np.random.default_rng(3)
-        options = {
-            "statistics": {
-                each.matrix: random.uniform(0.1, 9.0, each.in_features) for each in given.map.layers
-            }
-        }
+        statistics = {layer.matrix: random.uniform(0.1, 9.0, layer.in_features) for layer in given.map.layers}
         model_map, tensors = TRANSFORMS[name].apply(
-            given.map, given.tensors, seed=1, dtype=np.float64, **options
+            given.map,
+            opened(given.map, given.tensors, np.float64),
+            TransformSettings(seed=1, statistics=statistics),
         )
         changed = logits_in_double(torch_model(given.source, model_map, tensors, torch.float64))
         assert error(changed, given.logits).relative < 1e-9, name

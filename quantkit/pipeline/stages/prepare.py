@@ -47,6 +47,7 @@ from quantkit.quantization.rounding.rtn import round_to_nearest
 from quantkit.quantization.simulate import rounding_of
 from quantkit.quantization.transforms import TRANSFORMS, Transform
 from quantkit.quantization.transforms.alpha import Smoothing, search_alpha
+from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.smoothquant import Rule, smoothable
 from quantkit.quantization.transforms.spaces import spaces_of
 from quantkit.runtime.machine.cache import cache_folder
@@ -171,23 +172,23 @@ def _with_output_gradients(prepared: Prepared) -> Prepared:
 
 def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Prepared:
     recipe = prepared.resolved.recipe
-    options: dict[str, Any] = {"seed": recipe.seed, "unties_head": recipe.unties_head}
+    settings = TransformSettings(seed=recipe.seed, unties_head=recipe.unties_head)
     if name == "smoothquant" and recipe.smoothing == "quick":
-        options["statistics"], notes = _quick_statistics(prepared)
+        peaks, notes = _quick_statistics(prepared)
+        settings = replace(settings, statistics=peaks)
         prepared = replace(prepared, notes=(*prepared.notes, *notes))
     elif row.statistic:
         matrices = {layer.matrix for layer in prepared.model_map.layers if layer.name in prepared.planned}
         needs = dict.fromkeys(matrices, frozenset({row.statistic, "sample"}))
         file, prepared = _calibrate(prepared, needs, f"{number}-{name}")
         statistics = {matrix: file.read(matrix) for matrix in file.requested if matrix not in file.unreached}
-        options["statistics"] = {
-            matrix: getattr(record, FIELDS[row.statistic]) for matrix, record in statistics.items()
-        }
-        smoothing = _search_strengths(prepared, name, statistics, options["statistics"])
-        options["alpha"] = {choice.space: choice.alpha for choice in smoothing}
+        scaled_by = {matrix: getattr(record, FIELDS[row.statistic]) for matrix, record in statistics.items()}
+        smoothing = _search_strengths(prepared, name, statistics, scaled_by)
+        alphas = {choice.space: choice.alpha for choice in smoothing}
+        settings = replace(settings, statistics=scaled_by, alpha=alphas)
         prepared = replace(prepared, smoothing=(*prepared.smoothing, *smoothing))
     with prepared.resolved.progress.stage(name):
-        model_map, weights = row.apply(prepared.model_map, prepared.weights, **options)
+        model_map, weights = row.apply(prepared.model_map, prepared.weights, settings)
     return replace(prepared, model_map=model_map, weights=weights)
 
 

@@ -1,7 +1,7 @@
 """Transforms: changes that keep a model's function and make it easier to quantize. One row each.
 
-A row's function takes a map and a source of tensors and returns the changed pair; the new source computes its
-edits as it is read. All take `unties_head` and `dtype`; `seed`, `statistics` and other options vary.
+A row's function takes a map, a source of tensors and the settings, and returns the changed map and source;
+the new source computes its edits as it is read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from quantkit.model.model_map import ModelMap
+from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.fold import fold
 from quantkit.quantization.transforms.hadamard import rotate_heads, rotate_residual
 from quantkit.quantization.transforms.permutation import permute
+from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.smoothquant import smooth
 from quantkit.quantization.transforms.source import TransformedTensors
 
@@ -22,8 +24,8 @@ from quantkit.quantization.transforms.source import TransformedTensors
 class Transform:
     """A row of the table."""
 
-    apply: Callable[..., tuple[ModelMap, TransformedTensors]]
-    statistic: str | None = None  # of the inputs of readers, from calibration
+    apply: Callable[[ModelMap, TensorSource, TransformSettings], tuple[ModelMap, TransformedTensors]]
+    statistic: str | None = None  # of inputs, from calibration
 
 
 TRANSFORMS: dict[str, Transform] = {

@@ -20,8 +20,8 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.grid import Floats
 from quantkit.quantization.transforms.basis import Diagonal, Doubles, Space
 from quantkit.quantization.transforms.draft import opened, row_chunks
+from quantkit.quantization.transforms.settings import ChannelStatistics
 from quantkit.quantization.transforms.smoothquant import (
-    ChannelStatistics,
     Rule,
     pooled_statistic,
     readers_of,
@@ -60,7 +60,7 @@ def search_alpha(
 
     `round_weights` gets rows as [out, in] and must treat each row alone.
     """
-    tensors = opened(model_map, source, np.float32)
+    tensors = opened(model_map, source)
     input_I = pooled_statistic(model_map, space, statistics)
     if input_I is None or len(sample_TI) == 0:
         return None

@@ -8,7 +8,7 @@ operations are equal. Rotations are Kronecker products of small matrices and nev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, get_args
 
 import numpy as np
@@ -26,8 +26,7 @@ Order = NDArray[np.int64]
 class Space:
     """A vector that some modules write and others read, between which a change of basis may be put.
 
-    Writers absorb the matrix and readers its inverse. Of `BASIS_KINDS` each is permitted, permitted once the
-    head has weights of its own, or forbidden; the latter two have their reason in `why_not`.
+    Writers absorb the matrix and readers its inverse.
     """
 
     name: str
@@ -35,20 +34,32 @@ class Space:
     width: int
     writers: tuple[str, ...]  # layers, norms and embedding tables
     readers: tuple[str, ...]  # layers
+    forbidden: Mapping[BasisKind, str]  # kinds that change the model's function, each with the reason
     block: str | None = None
     norms: tuple[str, ...] = ()  # on the residual: norms that read it, or read it and write it back
-    permits: frozenset[BasisKind] = frozenset()
-    permits_untied: frozenset[BasisKind] = frozenset()  # only once a tied head is untied
-    why_not: Mapping[BasisKind, str] = field(default_factory=dict)
+    permits_untied: frozenset[BasisKind] = frozenset()  # forbidden only while the head is tied
     num_heads: int = 0  # query heads, which share value heads in groups
     num_kv_heads: int = 0
     head_dim: int = 0
     aligned: tuple[str, ...] = ()  # queries and keys, which move along when whole heads do
 
     @property
+    def permits(self) -> frozenset[BasisKind]:
+        return frozenset(BASIS_KINDS) - self.forbidden.keys()
+
+    def allows(self, kind: BasisKind, *, unties_head: bool) -> bool:
+        return kind in self.permits or (unties_head and kind in self.permits_untied)
+
+    @property
     def query_group(self) -> int:
         """Query heads that share one value head."""
         return self.num_heads // self.num_kv_heads
+
+
+def forbidden(default: str, **reasons: str | None) -> dict[BasisKind, str]:
+    """Reasons against each kind of change, `default` where none is given; a reason of None permits it."""
+    all_reasons = {kind: reasons.get(kind, default) for kind in BASIS_KINDS}
+    return {kind: reason for kind, reason in all_reasons.items() if reason is not None}
 
 
 class Action(Protocol):

@@ -7,15 +7,13 @@ norms first, because only norms without gain are invariant to it; other changes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
 
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import Basis, Space
 from quantkit.quantization.transforms.draft import Draft
 from quantkit.quantization.transforms.fold import fold
+from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_permitted, require_spaces
 
@@ -26,7 +24,6 @@ def apply_change(
     changes: Mapping[str, Basis],
     *,
     unties_head: bool = False,
-    dtype: Any = np.float32,
 ) -> tuple[ModelMap, TransformedTensors]:
     """The model with each named space in another basis; tensors are computed when they are read."""
     spaces = {space.name: space for space in require_spaces(model_map)}
@@ -35,10 +32,9 @@ def apply_change(
         assert basis.width == space.width, f"{name} is {space.width} wide, the change {basis.width}"
     residual = spaces["residual"]
     if "residual" in changes and changes["residual"].kind == "orthogonal":
-        model_map, source = fold(
-            model_map, source, unties_head=unties_head, dtype=dtype, norms=residual.norms
-        )
-    draft = Draft(model_map, source, dtype)
+        settings = TransformSettings(unties_head=unties_head)
+        model_map, source = fold(model_map, source, settings, norms=residual.norms)
+    draft = Draft(model_map, source)
     if any(basis.kind not in spaces[name].permits for name, basis in changes.items()) and any(
         layer.tied_to for layer in model_map.layers
     ):

@@ -24,10 +24,10 @@ from quantkit.quantization.transforms.source import AddProduct, Along, Edit, Fil
 ROWS_AT_ONCE = 1024
 
 
-def opened(model_map: ModelMap, source: TensorSource, dtype: Any) -> TransformedTensors:
+def opened(model_map: ModelMap, source: TensorSource, dtype: Any = np.float32) -> TransformedTensors:
     """The source as one that can be changed; all names of a shared tensor lead to the one in use."""
     if isinstance(source, TransformedTensors):
-        return replace(source, dtype=dtype)
+        return source
     same: dict[str, str] = {}
     for table in model_map.embeddings:
         holder = table.tied_to or table.name
@@ -67,9 +67,9 @@ def row_chunks(
 class Draft:
     """A change in the making; `finish` returns the changed map and tensors."""
 
-    def __init__(self, model_map: ModelMap, source: TensorSource, dtype: Any) -> None:
+    def __init__(self, model_map: ModelMap, source: TensorSource) -> None:
         self.map = model_map
-        self.tensors = opened(model_map, source, dtype)
+        self.tensors = opened(model_map, source)
         self.edits: dict[str, list[Edit]] = defaultdict(list)
         self.copies: dict[str, str] = {}
         self.added: dict[str, int] = {}

@@ -9,27 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from quantkit.errors import InputError
 from quantkit.model.model_map import ModelMap, Norm, NormKind
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import Centring, Diagonal, Space
 from quantkit.quantization.transforms.draft import Draft
+from quantkit.quantization.transforms.settings import DEFAULT, TransformSettings
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_permitted, require_spaces
+from quantkit.quantization.transforms.spaces import no_space, require_permitted, require_spaces
 
 
 def fold(
     model_map: ModelMap,
     source: TensorSource,
-    *,
-    unties_head: bool = False,
-    dtype: Any = np.float32,
+    settings: TransformSettings = DEFAULT,
     norms: Collection[str] | None = None,
-    **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
     """Fold these norms, or all that only linears read; layer norms become RMS norms where all of them can."""
     spaces = require_spaces(model_map)
@@ -38,15 +32,12 @@ def fold(
     foldable = [name for name, space in outputs.items() if "diagonal" in space.permits | space.permits_untied]
     chosen = foldable if norms is None else norms
     if not chosen:
-        raise InputError(
-            f"no norm can be folded: {next(iter(outputs.values())).why_not['diagonal']}",
-            where=model_map.name,
-            next_step="choose another transform for this model",
-        )
+        reason = next(iter(outputs.values())).forbidden["diagonal"]
+        raise no_space(model_map, f"no norm can be folded: {reason}")
     for name in chosen:
-        require_permitted(model_map, outputs, name, "diagonal", unties_head=unties_head)
+        require_permitted(model_map, outputs, name, "diagonal", unties_head=settings.unties_head)
     by_name = {norm.name: norm for norm in model_map.norms}
-    draft = Draft(model_map, source, dtype)
+    draft = Draft(model_map, source)
     if any("diagonal" not in outputs[name].permits for name in chosen):
         draft.untie_head()
     centres = (

@@ -8,17 +8,15 @@ https://arxiv.org/abs/2404.00456, https://arxiv.org/abs/2405.16406
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from quantkit.errors import InputError
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import Basis, Doubles, HeadRotation, Rotation
 from quantkit.quantization.transforms.change import apply_change
+from quantkit.quantization.transforms.settings import DEFAULT, TransformSettings
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_spaces
+from quantkit.quantization.transforms.spaces import no_space, require_spaces
 
 LARGEST_FACTOR = 128  # larger powers of two are split into factors, which is as exact and much cheaper
 LARGEST_PALEY = 512
@@ -27,44 +25,32 @@ LARGEST_PALEY = 512
 def rotate_residual(
     model_map: ModelMap,
     source: TensorSource,
-    *,
-    unties_head: bool = False,
-    dtype: Any = np.float32,
-    seed: int = 0,
-    **_: object,
+    settings: TransformSettings = DEFAULT,
 ) -> tuple[ModelMap, TransformedTensors]:
     """Rotate the residual stream, after folding its norms."""
     residual = next(space for space in require_spaces(model_map) if space.kind == "residual")
-    basis = random_hadamard(residual.width, seed) if residual.width else None
+    basis = random_hadamard(residual.width, settings.seed) if residual.width else None
     changes: dict[str, Basis] = {"residual": basis} if basis else {}
-    return apply_change(model_map, source, changes, unties_head=unties_head, dtype=dtype)
+    return apply_change(model_map, source, changes, unties_head=settings.unties_head)
 
 
 def rotate_heads(
     model_map: ModelMap,
     source: TensorSource,
-    *,
-    unties_head: bool = False,
-    dtype: Any = np.float32,
-    seed: int = 0,
-    **_: object,
+    settings: TransformSettings = DEFAULT,
 ) -> tuple[ModelMap, TransformedTensors]:
     """Rotate the values of every head, between its value and its output projection."""
     changes: dict[str, Basis] = {}
     for number, space in enumerate(require_spaces(model_map)):
         if "per_head_orthogonal" in space.permits:
             rotations = [
-                random_hadamard(space.head_dim, seed, number, head).matrix_II()
+                random_hadamard(space.head_dim, settings.seed, number, head).matrix_II()
                 for head in range(space.num_kv_heads)
             ]
             changes[space.name] = HeadRotation(rotations_HDD=np.stack(rotations))
     if not changes:
-        raise InputError(
-            "no attention of it permits a rotation of its values",
-            where=model_map.name,
-            next_step="choose another transform for this model",
-        )
-    return apply_change(model_map, source, changes, unties_head=unties_head, dtype=dtype)
+        raise no_space(model_map, "no attention of it permits a rotation of its values")
+    return apply_change(model_map, source, changes, unties_head=settings.unties_head)
 
 
 def random_hadamard(width: int, *seed: int) -> Rotation:

@@ -7,7 +7,6 @@ every writer and reader of a space. Orders come from a public seed or from the c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import numpy as np
 
@@ -16,8 +15,9 @@ from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import BasisKind, Order, Permutation, Space, head_permutation
 from quantkit.quantization.transforms.change import apply_change
+from quantkit.quantization.transforms.settings import DEFAULT, TransformSettings
 from quantkit.quantization.transforms.source import TransformedTensors
-from quantkit.quantization.transforms.spaces import require_known, require_spaces
+from quantkit.quantization.transforms.spaces import no_space, require_known, require_spaces
 
 Orders = Callable[[str, int], Order]  # name of the order, number of places -> order
 
@@ -25,14 +25,11 @@ Orders = Callable[[str, int], Order]  # name of the order, number of places -> o
 def permute(
     model_map: ModelMap,
     source: TensorSource,
+    settings: TransformSettings = DEFAULT,
     *,
-    unties_head: bool = False,
-    dtype: Any = np.float32,
-    seed: int = 0,
     spaces: Collection[str] | None = None,
     moves_heads: bool = False,
     orders: Orders | None = None,
-    **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
     """Permute these spaces, or all that permit it; values within their head, or whole heads.
 
@@ -42,18 +39,18 @@ def permute(
     permitting = [name for name, space in by_name.items() if _kind_for(space, moves_heads) in space.permits]
     chosen = permitting if spaces is None else spaces
     if not chosen:
-        raise InputError(
-            "no space of it permits an order of channels",
-            where=model_map.name,
-            next_step="choose another transform for this model",
-        )
+        raise no_space(model_map, "no space of it permits an order of channels")
     for name in chosen:
         require_known(model_map, by_name, name)
     changes = {
-        name: _order(by_name[name], orders or _seeded(seed, number, by_name[name]), moves_heads=moves_heads)
+        name: _order(
+            by_name[name],
+            orders or _seeded(settings.seed, number, by_name[name]),
+            moves_heads=moves_heads,
+        )
         for number, name in enumerate(chosen)
     }
-    return apply_change(model_map, source, changes, unties_head=unties_head, dtype=dtype)
+    return apply_change(model_map, source, changes, unties_head=settings.unties_head)
 
 
 def _kind_for(space: Space, moves_heads: bool) -> BasisKind:

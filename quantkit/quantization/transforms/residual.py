@@ -26,7 +26,7 @@ from quantkit.model.model_map import (
     NormPlacement,
     Role,
 )
-from quantkit.quantization.transforms.basis import BASIS_KINDS, BasisKind, Space
+from quantkit.quantization.transforms.basis import Space, forbidden
 
 ON_THE_STREAM = (EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE)
 READING_ROLES = (
@@ -62,19 +62,10 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
     readers += [*ends["stays"], *ends["leaves"], *ends["reads"], *([head] if head and head_reads else [])]
     writers = [layer for layer in model_map.layers if layer.role in WRITING_ROLES]
     writers += [*ends["enters"], *ends["stays"]]
-    reason = _why_unknown(model_map, ends, head, [table.name for table in tables], readers, writers)
-    rotation, needs_untying = _why_not_rotated(model_map, norms, readers, norm_outputs)
+    reason = _reason_against_all(model_map, ends, head, [table.name for table in tables], readers, writers)
+    rotation, needs_untying = _reason_against_rotation(model_map, norms, readers, norm_outputs)
     rotation = reason or rotation
-    permits: frozenset[BasisKind] = frozenset()
-    permits |= {"permutation"} if reason is None else set()
-    permits |= {"orthogonal"} if rotation is None and not needs_untying else set()
     tied = "the last norm's gain goes into the head, which reads the token table that also is the embedding"
-    why_not: dict[BasisKind, str] = {
-        "diagonal": reason or "norms divide the stream by its size, which depends on every channel's scale",
-        "orthogonal": rotation or tied,
-        "permutation": reason or "",
-    }
-    by_head = "the stream has no heads"
     return Space(
         name="residual",
         kind="residual",
@@ -82,9 +73,13 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
         writers=(*(table.name for table in tables), *(layer.name for layer in writers)),
         readers=tuple(layer.name for layer in readers),
         norms=tuple(norm.name for norm in norms),
-        permits=permits,
         permits_untied=frozenset({"orthogonal"} if rotation is None and needs_untying else set()),
-        why_not={kind: why_not.get(kind, by_head) for kind in BASIS_KINDS if kind not in permits},
+        forbidden=forbidden(
+            "the stream has no heads",
+            diagonal=reason or "norms divide the stream by its size, which depends on every channel's scale",
+            orthogonal=rotation or (tied if needs_untying else None),
+            permutation=reason,
+        ),
     )
 
 
@@ -127,7 +122,7 @@ def _is_on_the_stream(model_map: ModelMap, norm: Norm, ends: Ends, width: int) -
     return not (norm.place is NormPlace.FINAL and leaves_first)
 
 
-def _why_unknown(
+def _reason_against_all(
     model_map: ModelMap,
     ends: Ends,
     head: Layer | None,
@@ -153,7 +148,7 @@ def _why_unknown(
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _why_not_rotated(
+def _reason_against_rotation(
     model_map: ModelMap, norms: Sequence[Norm], readers: Sequence[Layer], norm_outputs: Sequence[Space]
 ) -> tuple[str | None, bool]:
     """(reason against a rotation, whether the head must be untied for it)."""
@@ -171,7 +166,7 @@ def _why_not_rotated(
     for norm in norms:
         space = by_name[norm.name]
         if "diagonal" not in space.permits | space.permits_untied:
-            return f"the gain of '{norm.name}' cannot be folded: {space.why_not['diagonal']}", False
+            return f"the gain of '{norm.name}' cannot be folded: {space.forbidden['diagonal']}", False
         is_untied = is_untied or "diagonal" in space.permits_untied
     centres = any(norm.kind is NormKind.LAYER_NORM for norm in norms)
     bare = [layer.name for layer in readers if layer.name not in fed]

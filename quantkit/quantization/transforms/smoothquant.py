@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.model.model_map import Layer, ModelMap
@@ -22,12 +21,11 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import Basis, Diagonal, Doubles, Space
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.draft import opened, row_chunks
+from quantkit.quantization.transforms.settings import ChannelStatistics, TransformSettings
 from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_known, require_spaces
 
 Rule = Literal["smoothquant", "awq"]
-ChannelStatistics = Mapping[str, NDArray[Any]]  # matrix -> one value for each channel of its input
-DEFAULT_ALPHA = 0.5
 VALUES_AT_ONCE, MAX_THREADS = 1 << 20, 8  # of a matrix whose peaks are found
 LARGEST_SCALE = 1e3  # over the geometric mean: beyond it float32 and INT8 gain nothing more
 
@@ -35,27 +33,22 @@ LARGEST_SCALE = 1e3  # over the geometric mean: beyond it float32 and INT8 gain 
 def smooth(
     model_map: ModelMap,
     source: TensorSource,
-    *,
-    statistics: ChannelStatistics | None = None,
-    unties_head: bool = False,
-    dtype: Any = np.float32,
-    alpha: float | Mapping[str, float | None] = DEFAULT_ALPHA,
+    settings: TransformSettings,
     rule: Rule = "smoothquant",
-    **_: object,
 ) -> tuple[ModelMap, TransformedTensors]:
     """Scale all spaces that permit it and whose readers have statistics.
 
-    `statistics` holds peaks for "smoothquant" and mean magnitudes for "awq". A mapping for `alpha` names the
-    spaces; one with None stays as it is.
+    The statistics are peaks for "smoothquant" and mean magnitudes for "awq".
     """
+    alpha, unties_head = settings.alpha, settings.unties_head
     spaces = {space.name: space for space in require_spaces(model_map)}
     permitting = smoothable(model_map, unties_head=unties_head)
     strengths = alpha if isinstance(alpha, Mapping) else dict.fromkeys(permitting, alpha)
-    tensors = opened(model_map, source, dtype)
+    tensors = opened(model_map, source)
     changes: dict[str, Basis] = {}
     for name, strength in strengths.items():
         space = require_known(model_map, spaces, name)
-        input_I = pooled_statistic(model_map, space, statistics or {})
+        input_I = pooled_statistic(model_map, space, settings.statistics)
         if strength is not None and input_I is not None:
             weight_I = weight_peaks(model_map, tensors, space) if rule == "smoothquant" else None
             changes[name] = Diagonal(factors_I=1 / smoothing_scales(input_I, weight_I, strength))
@@ -67,15 +60,13 @@ def smooth(
             allowed=", ".join(permitting) or "none permits scales",
             next_step="calibrate the matrices that read these spaces, or choose another transform",
         )
-    return apply_change(model_map, tensors, changes, unties_head=unties_head, dtype=dtype)
+    return apply_change(model_map, tensors, changes, unties_head=unties_head)
 
 
 def smoothable(model_map: ModelMap, *, unties_head: bool = False) -> list[str]:
     """Names of the spaces that permit scales."""
     return [
-        space.name
-        for space in require_spaces(model_map)
-        if "diagonal" in space.permits or (unties_head and "diagonal" in space.permits_untied)
+        space.name for space in require_spaces(model_map) if space.allows("diagonal", unties_head=unties_head)
     ]
 
 

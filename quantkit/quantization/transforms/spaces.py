@@ -25,7 +25,7 @@ from quantkit.model.model_map import (
     PositionKind,
     Role,
 )
-from quantkit.quantization.transforms.basis import BASIS_KINDS, BasisKind, Space
+from quantkit.quantization.transforms.basis import BASIS_KINDS, BasisKind, Space, forbidden
 from quantkit.quantization.transforms.residual import residual_space, strays_of
 
 NEEDED_ROLES = (
@@ -79,10 +79,10 @@ def require_permitted(
 ) -> Space:
     """The space, if it is known and permits this change of basis."""
     space = require_known(model_map, spaces, name)
-    allowed = space.permits | (space.permits_untied if unties_head else frozenset())
-    if kind not in allowed:
+    if not space.allows(kind, unties_head=unties_head):
+        allowed = [other for other in BASIS_KINDS if space.allows(other, unties_head=unties_head)]
         raise InputError(
-            f"a change of kind '{kind}' is forbidden in '{name}': {space.why_not[kind]}",
+            f"a change of kind '{kind}' is forbidden in '{name}': {space.forbidden[kind]}",
             where=model_map.name,
             allowed=", ".join(sorted(allowed)) or "none in this space",
             next_step=UNTIE if kind in space.permits_untied else "leave this space out",
@@ -90,11 +90,9 @@ def require_permitted(
     return space
 
 
-def _reasons(
-    permits: frozenset[BasisKind], given: Mapping[BasisKind, str], default: str
-) -> dict[BasisKind, str]:
-    """A reason for every kind that is not permitted."""
-    return {kind: given.get(kind, default) for kind in BASIS_KINDS if kind not in permits}
+def no_space(model_map: ModelMap, what: str) -> InputError:
+    """The error of a transform that finds no space to change."""
+    return InputError(what, where=model_map.name, next_step="choose another transform for this model")
 
 
 def _stray(model_map: ModelMap, block: str | None) -> str | None:
@@ -110,13 +108,10 @@ def _norm_outputs(model_map: ModelMap) -> Iterator[Space]:
         if norm.place in (NormPlace.QUERY, NormPlace.KEY):
             continue
         readers = [layer for layer in model_map.layers if layer.matrix in norm.feeds]
-        reason = _why_not_scaled(norm, readers, placements) or _stray(model_map, norm.block)
+        reason = _reason_against_scales(norm, readers, placements) or _stray(model_map, norm.block)
         reason = reason or (None if norm.block else _stray_reader(model_map, norm))
-        reason = reason or _why_shared(model_map, norm, readers)
+        reason = reason or _reason_shared(model_map, norm, readers)
         is_tied = any(layer.tied_to for layer in readers)
-        is_free = reason is None and not is_tied
-        permits: frozenset[BasisKind] = frozenset({"diagonal"} if is_free else set())
-        given: dict[BasisKind, str] = {"diagonal": reason or TIED}
         yield Space(
             name=norm.name,
             kind="norm_output",
@@ -124,13 +119,12 @@ def _norm_outputs(model_map: ModelMap) -> Iterator[Space]:
             writers=(norm.name,),
             readers=tuple(layer.name for layer in readers),
             block=norm.block,
-            permits=permits,
             permits_untied=frozenset({"diagonal"} if reason is None and is_tied else set()),
-            why_not=_reasons(permits, given, OF_THE_RESIDUAL),
+            forbidden=forbidden(OF_THE_RESIDUAL, diagonal=reason or (TIED if is_tied else None)),
         )
 
 
-def _why_not_scaled(
+def _reason_against_scales(
     norm: Norm, readers: Sequence[Layer], placements: Mapping[str, NormPlacement]
 ) -> str | None:
     """Why scales of this norm's output cannot go into its readers."""
@@ -151,7 +145,7 @@ def _why_not_scaled(
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _why_shared(model_map: ModelMap, norm: Norm, readers: Sequence[Layer]) -> str | None:
+def _reason_shared(model_map: ModelMap, norm: Norm, readers: Sequence[Layer]) -> str | None:
     """A projection that several norms feed, as in blocks that share it, can absorb the scales of none."""
     fed = {layer.matrix for layer in readers if layer.aliases}
     other = next(
@@ -191,14 +185,7 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
     stray = stray or (None if is_whole else "its FFN is not one up and one down projection")
     is_homogeneous = ffn.kind is FfnKind.GATED or ffn.activation is Activation.RELU
     is_known = ffn.activation is not Activation.OTHER
-    permits: frozenset[BasisKind] = frozenset()
-    if stray is None:
-        permits |= {"diagonal"} if is_homogeneous else set()
-        permits |= {"permutation"} if is_known else set()
-    given: dict[BasisKind, str] = {
-        "diagonal": f"{ffn.display_name} of a scaled value is not its scaled {ffn.display_name}",
-        "permutation": "its activation is unknown and may mix channels",
-    }
+    not_scaled = f"{ffn.display_name} of a scaled value is not its scaled {ffn.display_name}"
     return Space(
         name=f"{block.name}.ffn_hidden",
         kind="ffn_hidden",
@@ -206,26 +193,18 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
         writers=_names(members, Role.FFN_GATE, Role.FFN_UP),
         readers=readers,
         block=block.name,
-        permits=permits,
-        why_not=_reasons(
-            permits,
-            given if stray is None else {},
+        forbidden=forbidden(
             stray or "the activation between up and down works channel by channel",
+            diagonal=stray or (None if is_homogeneous else not_scaled),
+            permutation=stray or (None if is_known else "its activation is unknown and may mix channels"),
         ),
     )
 
 
 def _value_heads(block: Block, attention: Attention, members: Sequence[Layer], stray: str | None) -> Space:
     cross = attention.is_cross
-    permits: frozenset[BasisKind] = frozenset()
     has_head_bias = attention.position in (PositionKind.ALIBI, PositionKind.RELATIVE)
-    if stray is None:
-        permits |= {"diagonal", "permutation", "per_head_orthogonal"}
-        permits |= set() if has_head_bias else {"head_permutation"}
-    given: dict[BasisKind, str] = {
-        "orthogonal": "each head weighs its values with weights of its own, so heads cannot be mixed",
-        "head_permutation": "each head has a position bias of its own, so heads cannot change places",
-    }
+    not_moved = "each head has a position bias of its own, so heads cannot change places"
     return Space(
         name=f"{block.name}.{'cross_' if cross else ''}value_heads",
         kind="value_heads",
@@ -233,8 +212,13 @@ def _value_heads(block: Block, attention: Attention, members: Sequence[Layer], s
         writers=_names(members, Role.ATTENTION_VALUE, is_cross=cross),
         readers=_names(members, Role.ATTENTION_OUT, is_cross=cross),
         block=block.name,
-        permits=permits,
-        why_not=_reasons(permits, given if stray is None else {}, stray or "forbidden"),
+        forbidden=forbidden(
+            stray or "each head weighs its values with weights of its own, so heads cannot be mixed",
+            diagonal=stray,
+            permutation=stray,
+            per_head_orthogonal=stray,
+            head_permutation=stray or (not_moved if has_head_bias else None),
+        ),
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,

@@ -77,7 +77,7 @@ def test_the_map_says_who_shares_what():
     spaces = {space.name: space for space in spaces_of(model_map)}
     for name in feeding:  # scales of one norm would change what the others give
         assert "diagonal" not in spaces[name].permits
-        assert "shared" in spaces[name].why_not["diagonal"]
+        assert "shared" in spaces[name].forbidden["diagonal"]
     head = "\n".join(inspection_page(model_map, choose(model_map, min_dim=1)).head)
     assert "gated FFN SwiGLU 96, stored once and run 3 times" in head
     assert "the FFN of model.encoder.layers.0" in head

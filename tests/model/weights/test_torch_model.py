@@ -11,6 +11,7 @@ from quantkit.errors import InputError
 from quantkit.model.families import FAMILIES
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.quantization.transforms import TRANSFORMS
+from quantkit.quantization.transforms.settings import TransformSettings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -51,7 +52,7 @@ def test_shared_parameters_are_shared(tmp_path):
         module = torch_model(given.source, given.map, given.tensors)
         assert module.get_submodule(first).weight is module.get_submodule(second).weight
         model_map, tensors = TRANSFORMS["hadamard" if family != "bert" else "fold"].apply(
-            given.map, given.tensors, unties_head=True
+            given.map, given.tensors, TransformSettings(unties_head=True)
         )
         module = torch_model(given.source, model_map, tensors)
         assert module.get_submodule(first).weight is not module.get_submodule(second).weight

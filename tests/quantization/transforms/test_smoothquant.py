@@ -11,6 +11,7 @@ from doubles import subject
 from quantkit.errors import InputError
 from quantkit.quantization.transforms.alpha import search_alpha
 from quantkit.quantization.transforms.draft import opened
+from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.smoothquant import (
     pooled_statistic,
     smooth,
@@ -89,21 +90,19 @@ def test_statistics_of_query_heads_are_pooled(llama):
             pair = [values[(2 * head + query) * 8 + channel] for query in range(2)]
             assert pooled[head * 8 + channel] == max(pair)
     assert pooled_statistic(llama.map, space, {}) is None
-    peaks = weight_peaks(llama.map, opened(llama.map, llama.tensors, np.float32), space)
+    peaks = weight_peaks(llama.map, opened(llama.map, llama.tensors), space)
     columns = np.abs(llama.tensors.read(f"{reader}.weight")).max(axis=0).reshape(2, 2, 8).max(axis=1)
     np.testing.assert_array_equal(peaks, columns.reshape(-1).astype(np.float64))
 
 
 def test_weight_peaks_are_over_all_readers_however_they_are_stored(gpt2, llama):
-    peaks = weight_peaks(
-        gpt2.map, opened(gpt2.map, gpt2.tensors, np.float32), space_of(gpt2, "transformer.h.0.ln_1")
-    )
+    peaks = weight_peaks(gpt2.map, opened(gpt2.map, gpt2.tensors), space_of(gpt2, "transformer.h.0.ln_1"))
     stored_IO = gpt2.tensors.read("transformer.h.0.attn.c_attn.weight")
     np.testing.assert_array_equal(peaks, np.abs(stored_IO).max(axis=1).astype(np.float64))
     name = "model.layers.1.self_attn."
     peaks = weight_peaks(
         llama.map,
-        opened(llama.map, llama.tensors, np.float32),
+        opened(llama.map, llama.tensors),
         space_of(llama, "model.layers.1.input_layernorm"),
     )
     rows = np.concatenate([llama.tensors.read(f"{name}{part}_proj.weight") for part in "qkv"])
@@ -113,7 +112,9 @@ def test_weight_peaks_are_over_all_readers_however_they_are_stored(gpt2, llama):
 def test_a_gate_is_not_scaled(llama):
     block = "model.layers.0"
     statistics = {f"{block}.mlp.down_proj": np.arange(1.0, 49.0)}
-    _, tensors = smooth(llama.map, llama.tensors, statistics=statistics, alpha={f"{block}.ffn_hidden": 0.5})
+    _, tensors = smooth(
+        llama.map, llama.tensors, TransformSettings(statistics=statistics, alpha={f"{block}.ffn_hidden": 0.5})
+    )
     for name, is_changed in (("gate", False), ("up", True), ("down", True)):
         full = f"{block}.mlp.{name}_proj.weight"
         assert np.array_equal(tensors.read(full), llama.tensors.read(full)) != is_changed
@@ -137,23 +138,27 @@ def test_spaces_without_a_strength_stay(llama):
     names = smoothable(llama.map)
     assert len(names) == 4 + 1 + 2 + 2
     alpha = {names[0]: 0.5, names[1]: None}
-    _, tensors = smooth(llama.map, llama.tensors, statistics=statistics, alpha=alpha)
+    _, tensors = smooth(llama.map, llama.tensors, TransformSettings(statistics=statistics, alpha=alpha))
     assert not np.array_equal(tensors.read(f"{names[0]}.weight"), llama.tensors.read(f"{names[0]}.weight"))
     for name in names[1:3]:
         if llama.tensors.has(f"{name}.weight"):
             assert np.array_equal(tensors.read(f"{name}.weight"), llama.tensors.read(f"{name}.weight"))
-    model_map, tensors = smooth(llama.map, llama.tensors, statistics=statistics, alpha={})
+    model_map, tensors = smooth(llama.map, llama.tensors, TransformSettings(statistics=statistics, alpha={}))
     assert model_map == llama.map
 
 
 def test_what_was_not_seen_or_is_not_known_is_said(gpt2):
     with pytest.raises(InputError, match="no space of it can be smoothed"):
-        smooth(gpt2.map, gpt2.tensors, statistics={})
+        smooth(gpt2.map, gpt2.tensors, TransformSettings(statistics={}))
     statistics = {layer.matrix: np.ones(layer.in_features) for layer in gpt2.map.layers}
     with pytest.raises(InputError, match="GELU"):
-        smooth(gpt2.map, gpt2.tensors, statistics=statistics, alpha={"transformer.h.0.ffn_hidden": 0.5})
+        smooth(
+            gpt2.map,
+            gpt2.tensors,
+            TransformSettings(statistics=statistics, alpha={"transformer.h.0.ffn_hidden": 0.5}),
+        )
     with pytest.raises(InputError, match="no space 'nothing'"):
-        smooth(gpt2.map, gpt2.tensors, statistics=statistics, alpha={"nothing": 0.5})
+        smooth(gpt2.map, gpt2.tensors, TransformSettings(statistics=statistics, alpha={"nothing": 0.5}))
 
 
 @pytest.mark.parametrize("rule", ["smoothquant", "awq"])

@@ -14,6 +14,7 @@ from quantkit.model.weights.open import open_weights
 from quantkit.pipeline.stages.export import write_companions
 from quantkit.plan.select import choose
 from quantkit.quantization.transforms import TRANSFORMS
+from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.runtime.decoder import open_decoder
 
 IDS = np.random.default_rng(0).integers(1, 60, (2, 20))
@@ -39,7 +40,7 @@ def test_the_float_graph_of_a_changed_model_is_the_model(family, chain, tmp_path
     model_map = inspect_source(source)
     tensors = open_weights(source, model_map, random_weights=False)
     for name in CHAINS[chain]:
-        model_map, tensors = TRANSFORMS[name].apply(model_map, tensors, unties_head=True)
+        model_map, tensors = TRANSFORMS[name].apply(model_map, tensors, TransformSettings(unties_head=True))
     out = tmp_path / "out"
     out.mkdir()
     plan = choose(model_map, min_dim=NOTHING)
@@ -60,7 +61,7 @@ def test_a_rotated_model_is_quantized_as_planned(family, tmp_path):
     source = open_source(str(tmp_path / "model"))
     model_map = inspect_source(source)
     tensors = open_weights(source, model_map, random_weights=False)
-    model_map, tensors = TRANSFORMS["hadamard"].apply(model_map, tensors, unties_head=True)
+    model_map, tensors = TRANSFORMS["hadamard"].apply(model_map, tensors, TransformSettings(unties_head=True))
     out = tmp_path / "out"
     out.mkdir()
     plan = choose(model_map, min_dim=1)
