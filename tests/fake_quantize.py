@@ -14,7 +14,8 @@ from quantkit.model.linears import weight_OI
 from quantkit.model.model_map import Role, Rows
 from quantkit.model.names import modules_by_name
 from quantkit.plan.formats import Format, Grid
-from quantkit.quantization.layout import Checkpoint, rows_of
+from quantkit.quantization.layout import Checkpoint
+from quantkit.quantization.projections import rows_of
 from quantkit.quantization.simulate import input_hook, rounding_of
 
 

@@ -32,7 +32,8 @@ from quantkit.progress import Progress
 from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.calibration.tokens import context_length
-from quantkit.quantization.dead_units import dead_units, weight_of
+from quantkit.quantization.dead_units import dead_units
+from quantkit.quantization.projections import weight_of
 from quantkit.recipe import Recipe
 
 # Letters: T tokens of the sample, H hidden units, I channels that they read.

@@ -43,9 +43,9 @@ from quantkit.private.protect import (
 from quantkit.private.sides import host_side
 from quantkit.progress import Progress
 from quantkit.quantization.grid import decode_all, middle
+from quantkit.quantization.projections import weight_of
 from quantkit.quantization.rounding.rtn import round_to_nearest
 from quantkit.quantization.transforms.basis import Order, Space
-from quantkit.quantization.transforms.draft import opened, row_chunks
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe
 from quantkit.runtime.graph import MODEL_FILE
@@ -86,8 +86,7 @@ class Weights:
         layers = {layer.role: layer for layer in self.model_map.layers if layer.block == block_name}
         if role not in layers:
             return None
-        chunks = row_chunks(opened(self.model_map, self.public), layers[role])
-        public_OI = np.concatenate(list(chunks)).astype(np.float32)
+        public_OI = weight_of(self.public, layers[role])
         prefix = f"block.{block}."
         for name in self.host:
             pack, _, kind = name.rpartition(".")

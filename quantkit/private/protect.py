@@ -42,7 +42,8 @@ from quantkit.private.keys import Key, create_key, open_key
 from quantkit.private.sides import Side, client_side, host_side
 from quantkit.progress import Progress
 from quantkit.quantization.checkpoint import write_checkpoint
-from quantkit.quantization.layout import Checkpoint, Contents, contents_of, weight_name
+from quantkit.quantization.layout import Checkpoint, Contents, contents_of
+from quantkit.quantization.projections import weight_name
 from quantkit.quantization.rounding import PLAIN
 from quantkit.quantization.rounding.apply import quantized_parts
 from quantkit.quantization.transforms.basis import Order

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import Activation, Block, FfnKind, Layer, ModelMap, Norm, NormKind, Role
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.layout import rows_of, weight_name
+from quantkit.quantization.projections import bias_of, weight_of
 
 # Letters: H hidden units, I channels that they read.
 Doubles = NDArray[np.float64]
@@ -46,11 +45,11 @@ def dead_units(model_map: ModelMap, tensors: TensorSource, block: Block) -> Dead
     keys, down = parts
     silent_H = np.zeros(block.ffn.hidden_features, np.bool_)
     for layer in keys.values():
-        silent_H |= _is_zero(_weight_OI(tensors, layer), _bias(tensors, layer))
+        silent_H |= _is_zero(weight_of(tensors, layer), bias_of(tensors, layer))
     if block.ffn.activation is Activation.RELU:
         curved = keys[Role.FFN_GATE if block.ffn.kind is FfnKind.GATED else Role.FFN_UP]
         silent_H |= _never_fires(model_map, tensors, curved)
-    unread_H = np.all(_weight_OI(tensors, down) == 0, axis=0)
+    unread_H = np.all(weight_of(tensors, down) == 0, axis=0)
     return DeadUnits(silent_H=silent_H, unread_H=np.asarray(unread_H))
 
 
@@ -63,24 +62,7 @@ def _parts(model_map: ModelMap, block: Block) -> tuple[dict[Role, Layer], Layer]
     return (roles, downs[0]) if is_plain else None
 
 
-def weight_of(tensors: TensorSource, layer: Layer) -> NDArray[np.float32]:
-    """A projection's own rows [O, I] from a stored matrix that may be fused or transposed."""
-    stored = tensors.read(weight_name(layer))
-    stored_OI = stored.T if LINEARS[layer.stored_as].is_transposed else stored
-    return stored_OI[rows_of(layer.rows)] if layer.is_fused else stored_OI
-
-
-def _weight_OI(tensors: TensorSource, layer: Layer) -> Doubles:
-    return np.asarray(weight_of(tensors, layer), np.float64)
-
-
-def _bias(tensors: TensorSource, layer: Layer) -> Doubles:
-    if not layer.has_bias:
-        return np.zeros(layer.out_features)
-    return np.asarray(tensors.read(f"{layer.matrix}.bias"), np.float64)[rows_of(layer.rows)]
-
-
-def _is_zero(weight_HI: Doubles, bias_H: Doubles) -> Flags:
+def _is_zero(weight_HI: NDArray[np.float32], bias_H: NDArray[np.float32]) -> Flags:
     zero_H: Flags = ~weight_HI.any(1) & (bias_H == 0)
     return zero_H
 
@@ -88,7 +70,8 @@ def _is_zero(weight_HI: Doubles, bias_H: Doubles) -> Flags:
 def _never_fires(model_map: ModelMap, tensors: TensorSource, layer: Layer) -> Flags:
     """Units whose input to a ReLU stays below zero for everything that the norms before it can give."""
     norms = [norm for norm in model_map.norms if layer.matrix in norm.feeds]
-    weight_HI, bias_H = _weight_OI(tensors, layer), _bias(tensors, layer)
+    weight_HI = weight_of(tensors, layer).astype(np.float64)
+    bias_H = bias_of(tensors, layer).astype(np.float64)
     bounds = [_bound(model_map, tensors, norm, weight_HI, bias_H) for norm in norms]
     if not bounds or any(norm.features != layer.in_features for norm in norms):
         return np.zeros(layer.out_features, np.bool_)

@@ -22,6 +22,7 @@ from quantkit.plan.formats import FLOAT, Format, Grid, Scheme, format_for, in_bl
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import matches
 from quantkit.quantization.grid import Floats, decode, from_bytes, from_halves
+from quantkit.quantization.projections import run_starts
 
 DTYPES: dict[str, Any] = {  # as safetensors spells them
     "F32": np.float32,
@@ -34,21 +35,6 @@ HALVES = ("high", "low")  # of codes of 16 bits
 LARGEST_GROUP_BLOCK = 64  # of a block-diagonal weight whose scheme has no blocks
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
 assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
-
-
-def weight_name(layer: Layer) -> str:
-    """The checkpoint's tensor that holds the projection."""
-    return f"{layer.tied_to or layer.matrix}.weight"
-
-
-def run_starts(rows: Rows) -> range:
-    """First rows of the runs of a projection's rows in its stored matrix."""
-    return range(rows.start, rows.start + rows.stride * rows.count, rows.stride)
-
-
-def rows_of(rows: Rows) -> NDArray[np.int64]:
-    """Indices of a projection's rows in its stored matrix [out, in], in the projection's order."""
-    return (np.array(run_starts(rows))[:, None] + np.arange(rows.length)).reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

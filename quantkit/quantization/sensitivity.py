@@ -31,7 +31,8 @@ from quantkit.plan.formats import FLOAT, Format, format_for
 from quantkit.quantization.calibration.statistics import StatisticsOf
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.grid import decode_all
-from quantkit.quantization.layout import Pack, rows_of
+from quantkit.quantization.layout import Pack
+from quantkit.quantization.projections import rows_of
 from quantkit.quantization.rounding.apply import input_grid, prepared_fit
 from quantkit.quantization.search import Choice, PackOptions
 from quantkit.quantization.simulate import input_hook, rounding_of

@@ -43,14 +43,8 @@ from quantkit.plan.select import choose
 from quantkit.plan.targets import DEFAULT_TARGET, TARGETS, Target, format_on
 from quantkit.quantization.calibration.statistics import StatisticsOf
 from quantkit.quantization.checkpoint import write_checkpoint
-from quantkit.quantization.layout import (
-    Checkpoint,
-    Contents,
-    contents_of,
-    formats_of,
-    planned_bytes,
-    weight_name,
-)
+from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of, planned_bytes
+from quantkit.quantization.projections import weight_name
 from quantkit.quantization.rounding import PLAIN
 from quantkit.quantization.rounding.apply import quantized_parts
 from quantkit.quantization.rounding.errors import Sums

@@ -22,7 +22,7 @@ from quantkit.quantization.calibration.replay import NotBlockwiseError
 from quantkit.quantization.calibration.statistics import InputStatistics, StatisticsOf
 from quantkit.quantization.calibration.store import StatisticsFile
 from quantkit.quantization.calibration.tokens import Tokens
-from quantkit.quantization.layout import rows_of
+from quantkit.quantization.projections import rows_of
 from quantkit.quantization.rounding import FITS
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from quantkit.errors import InputError
-from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import Layer
+from quantkit.model.weights.tensors import TensorSource
 from quantkit.plan.formats import Format, Grid
 from quantkit.quantization.calibration.statistics import InputStatistics, StatisticsOf
 from quantkit.quantization.grid import Encoded, Floats, decode_all, halves_of, to_bytes
@@ -31,22 +31,14 @@ from quantkit.quantization.layout import (
     Pack,
     Part,
     TableEntry,
-    run_starts,
-    weight_name,
 )
+from quantkit.quantization.projections import bias_of, is_transposed, runs_of, weight_name
 from quantkit.quantization.rounding import FITS, PLAIN, Fit
 from quantkit.quantization.rounding.errors import Sums, sums_of
 
 CHUNK_VALUES = 1 << 20  # 4 MB of float32: large enough for numpy, small enough for the cache
 MAX_THREADS = 4
 Rows = Callable[[], Floats]  # reads some rows of a weight
-
-
-class Source(Protocol):
-    """The weights of a checkpoint, by name."""
-
-    def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
-        """Rows as float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +76,7 @@ def prepared_fit(fit: str, grid: Grid, statistics: InputStatistics | None) -> Pr
 
 def quantized_parts(
     contents: Contents,
-    source: Source,
+    source: TensorSource,
     *,
     gain_offset: float = 0.0,
     fit: str = PLAIN,
@@ -131,7 +123,7 @@ class _Rounding:
 
     pool: ThreadPoolExecutor
     depth: int
-    source: Source
+    source: TensorSource
     fit: str
     statistics: StatisticsOf
     progress: Callable[[int], None]
@@ -164,7 +156,7 @@ class _Rounding:
         else:
             self.progress(pack.out_features * pack.in_features)
         if pack.has_bias:
-            bias_O = np.concatenate([self.bias(layer) for layer in pack.layers])
+            bias_O = np.concatenate([bias_of(self.source, layer) for layer in pack.layers])
             yield f"{pack.name}.bias", bias_O + np.concatenate(shifts) if pack.adds_bias else bias_O
         fixed = input_grid(pack.name, pack.format, statistics) if pack.format else None
         if fixed and pack.format and pack.format.input_bits:
@@ -230,7 +222,7 @@ class _Rounding:
         for layer in pack.layers:
             name = weight_name(layer)
             runs = runs_of(layer, max(1, CHUNK_VALUES // layer.in_features))
-            if LINEARS[layer.stored_as].is_transposed:  # [in, out]: stored rows are columns of the weight
+            if is_transposed(layer):  # [in, out]: stored rows are columns of the weight
                 if whole is None or whole[0] != name:
                     whole = (name, self.source.read(name).T)
                 for start, count in runs:
@@ -248,13 +240,6 @@ class _Rounding:
             row += len(rows_OI)
             self.progress(rows_OI.size)
         return weight_IO
-
-    def bias(self, layer: Layer) -> Floats:
-        """The bias of one projection; zeros where it has none."""
-        if not layer.has_bias:
-            return np.zeros(layer.out_features, np.float32)
-        bias = self.source.read(f"{layer.matrix}.bias")
-        return np.concatenate([bias[start : start + count] for start, count in runs_of(layer, len(bias))])
 
 
 def _in_blocks(name: str, encoded: Iterator[Encoded], grid: Grid) -> Iterator[Part]:
@@ -298,7 +283,7 @@ def _joined_rows(runs: Sequence[Rows]) -> Floats:
     return np.concatenate([read() for read in runs])
 
 
-def _read_rows(source: Source, layer: Layer, start: int, count: int) -> Floats:
+def _read_rows(source: TensorSource, layer: Layer, start: int, count: int) -> Floats:
     """Rows of the weight; of a block-diagonal one, the columns of each row's own block."""
     rows_OI = source.read(weight_name(layer), start, count)
     if layer.num_groups == 1:
@@ -306,13 +291,6 @@ def _read_rows(source: Source, layer: Layer, start: int, count: int) -> Floats:
     blocks = rows_OI.reshape(len(rows_OI), layer.num_groups, -1)
     own = (start + np.arange(len(blocks))) // blocks.shape[-1]
     return np.ascontiguousarray(blocks[np.arange(len(blocks)), own])
-
-
-def runs_of(layer: Layer, step: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of every run of the projection's rows in the stored matrix, cut to `step`."""
-    for first in run_starts(layer.rows):
-        for start in range(first, first + layer.rows.length, step):
-            yield start, min(step, first + layer.rows.length - start)
 
 
 def input_grid(name: str, chosen: Format, statistics: InputStatistics | None) -> tuple[float, int] | None:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.grid import Floats
+from quantkit.quantization.projections import row_chunks
 from quantkit.quantization.transforms.basis import Diagonal, Doubles, Space
-from quantkit.quantization.transforms.draft import opened, row_chunks
+from quantkit.quantization.transforms.draft import opened
 from quantkit.quantization.transforms.settings import ChannelStatistics
 from quantkit.quantization.transforms.smoothquant import (
     Rule,
@@ -73,7 +74,7 @@ def search_alpha(
     inputs = [_single(round_inputs(x_TI / _single(scales_I))) for scales_I in column_scales]
     errors = np.zeros(len(alphas))
     for layer in readers_of(model_map, space):
-        for weight_OI in row_chunks(tensors, layer):
+        for weight_OI in row_chunks(tensors.exact, layer):
             exact_TO = x_TI @ _single(weight_OI).T
             for number, scales_I in enumerate(column_scales):
                 rounded_OI = _single(round_weights(_single(weight_OI * scales_I)))

@@ -7,21 +7,17 @@ that is [in, out]. Among the transforms only this file knows about storage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import Embedding, Layer, ModelMap, Norm, NormKind
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.layout import rows_of, weight_name
+from quantkit.quantization.projections import is_transposed, rows_of, weight_name
 from quantkit.quantization.transforms.basis import Action, Doubles
 from quantkit.quantization.transforms.source import AddProduct, Along, Edit, Fill, TransformedTensors
-
-ROWS_AT_ONCE = 1024
 
 
 def opened(model_map: ModelMap, source: TensorSource, dtype: Any = np.float32) -> TransformedTensors:
@@ -40,28 +36,6 @@ def opened(model_map: ModelMap, source: TensorSource, dtype: Any = np.float32) -
         for name in norm.aliases:
             same |= {f"{name}.weight": f"{norm.name}.weight", f"{name}.bias": f"{norm.name}.bias"}
     return TransformedTensors(base=source, same={a: b for a, b in same.items() if a != b}, dtype=dtype)
-
-
-def is_transposed(layer: Layer) -> bool:
-    """Whether the layer is stored as [in, out]."""
-    return LINEARS[layer.stored_as].is_transposed
-
-
-def row_chunks(
-    tensors: TransformedTensors, layer: Layer, size: int = ROWS_AT_ONCE, *, is_exact: bool = True
-) -> Iterator[NDArray[Any]]:
-    """A layer's rows as [out, in], a few at a time, however it is stored; in float64, or rounded once."""
-    rows, name = rows_of(layer.rows), weight_name(layer)
-    read = tensors.exact if is_exact else tensors.read
-    whole_IO = read(name) if is_transposed(layer) else None
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        if whole_IO is not None:
-            yield np.ascontiguousarray(whole_IO[:, chunk].T)
-        else:
-            runs = np.split(chunk, np.flatnonzero(np.diff(chunk) != 1) + 1)
-            parts = [read(name, int(run[0]), len(run)) for run in runs]
-            yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Draft:

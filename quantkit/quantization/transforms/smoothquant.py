@@ -18,9 +18,10 @@ import numpy as np
 from quantkit.errors import InputError
 from quantkit.model.model_map import Layer, ModelMap
 from quantkit.model.weights.tensors import TensorSource
+from quantkit.quantization.projections import row_chunks
 from quantkit.quantization.transforms.basis import Basis, Diagonal, Doubles, Space
 from quantkit.quantization.transforms.change import apply_change
-from quantkit.quantization.transforms.draft import opened, row_chunks
+from quantkit.quantization.transforms.draft import opened
 from quantkit.quantization.transforms.settings import ChannelStatistics, TransformSettings
 from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_known, require_spaces
@@ -120,6 +121,6 @@ def _column_peaks(tensors: TransformedTensors, layer: Layer) -> Doubles:
     """Of one layer, as many rows at a time as the processor's caches hold."""
     peaks_I = np.zeros(layer.in_features)
     size = max(1, VALUES_AT_ONCE // layer.in_features)
-    for rows_OI in row_chunks(tensors, layer, size, is_exact=False):
+    for rows_OI in row_chunks(tensors.read, layer, size):
         peaks_I = np.maximum(peaks_I, np.maximum(rows_OI.max(axis=0), -rows_OI.min(axis=0)))
     return peaks_I

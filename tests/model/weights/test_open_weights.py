@@ -22,7 +22,8 @@ from quantkit.model.weights.tensors import RandomTensors
 from quantkit.pipeline.stages.export import require_tensors
 from quantkit.plan.formats import in_blocks
 from quantkit.plan.select import choose
-from quantkit.quantization.layout import contents_of, weight_name
+from quantkit.quantization.layout import contents_of
+from quantkit.quantization.projections import weight_name
 
 
 def saved(folder, family, **changes):

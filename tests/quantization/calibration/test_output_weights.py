@@ -21,7 +21,7 @@ from quantkit.progress import Progress
 from quantkit.quantization.calibration.output_weights import weighed_layers
 from quantkit.quantization.calibration.replay import NotBlockwiseError
 from quantkit.quantization.grid import decode_all
-from quantkit.quantization.layout import rows_of
+from quantkit.quantization.projections import rows_of
 from quantkit.quantization.rounding.apply import prepared_fit
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.tokenizer import open_text

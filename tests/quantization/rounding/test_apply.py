@@ -26,8 +26,9 @@ from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.checkpoint import write_checkpoint
 from quantkit.quantization.grid import decode, from_bytes
 from quantkit.quantization.layout import Contents, Pack, contents_of
+from quantkit.quantization.projections import runs_of
 from quantkit.quantization.rounding import FITS
-from quantkit.quantization.rounding.apply import quantized_parts, runs_of
+from quantkit.quantization.rounding.apply import quantized_parts
 
 HIDDEN, HEADS, FFN = 40, 4, 72  # no multiples of the block
 BLOCK = 32

@@ -14,8 +14,9 @@ from quantkit.plan.formats import Format, Grid, in_blocks
 from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import from_bytes
 from quantkit.quantization.layout import Contents, Pack
+from quantkit.quantization.projections import runs_of
 from quantkit.quantization.rounding import gptq_joint as both_sides
-from quantkit.quantization.rounding.apply import quantized_parts, runs_of
+from quantkit.quantization.rounding.apply import quantized_parts
 from quantkit.quantization.rounding.gptq import factorise, with_feedback
 from quantkit.quantization.rounding.gptq_joint import factorise_outputs, with_both_feedbacks
 
