@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from exporting import NOTHING, export
+from stored import open_checkpoint
 
 from quantkit.export.graph import save
 from quantkit.export.static.decoder import emit_static
@@ -16,7 +17,6 @@ from quantkit.export.static.qdq import Bits, quantize_static
 from quantkit.export.static.ranges import showing_ranges
 from quantkit.model.inspect import inspect
 from quantkit.plan.targets import Target
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.runtime.ranges import observe_ranges
 
 TARGET = Target(opset=21, ir_version=10, domains=(), description="static graphs of standard operators")

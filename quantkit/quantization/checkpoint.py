@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import InputError
 from quantkit.quantization.layout import DTYPES, Checkpoint, Part, Slot, TensorSpec
 
 FORMAT_VERSION = 3
@@ -73,38 +72,3 @@ def write_checkpoint(
     unfinished = [name for name, slot in slots.items() if written[name] != slot.length]
     assert not unfinished, f"not written in full: {unfinished[:3]}"
     return Checkpoint(path=path, slots=slots, description=description)
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a quantized checkpoint, and refuse any other file."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            entries = json.loads(file.read(length)) if length < path.stat().st_size else {}
-        metadata = entries.pop("__metadata__", {})
-        version = int(metadata.get("format_version", 0)) if metadata.get("format") == "quantkit" else 0
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"not a safetensors file ({error})", where=str(path)) from error
-    if not 1 <= version <= FORMAT_VERSION:
-        raise InputError(
-            "not a quantized checkpoint of a version that this quantkit reads",
-            where=str(path),
-            allowed=f"format 'quantkit', version 1 to {FORMAT_VERSION}",
-            next_step="write it again with 'quantkit quantize', or update quantkit",
-        )
-    try:
-        slots = {name: _slot(name, entry, start=8 + length) for name, entry in entries.items()}
-        description = json.loads(metadata["quantkit"])
-    except (ValueError, TypeError, LookupError) as error:
-        raise InputError(f"its header is damaged ({error!r})", where=str(path)) from error
-    if any(slot.offset + slot.length > path.stat().st_size for slot in slots.values()):
-        raise InputError("the file is shorter than its header says", where=str(path))
-    return Checkpoint(path=path, slots=slots, description=description)
-
-
-def _slot(name: str, entry: Mapping[str, Any], *, start: int) -> Slot:
-    spec = TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
-    first, last = entry["data_offsets"]
-    if first < 0 or last - first != spec.num_bytes:
-        raise ValueError(f"the place of '{name}' does not fit its shape")
-    return Slot(spec=spec, offset=start + first, length=last - first)

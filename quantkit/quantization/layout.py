@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -294,16 +294,13 @@ def _pack(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pa
     for members in groups.values():
         roles = tuple(member.role for member in members)
         whole = [members] if roles == PACKED_ROLES or len(members) == 1 else [[member] for member in members]
-        packs.extend(
-            Pack(
-                name=_pack_name(part),
-                layers=tuple(part),
-                format=formats[part[0].name],
-                table=None if formats[part[0].name] else part[0].tied_to,
-            )
-            for part in whole
-        )
+        packs.extend(_pack_of(_pack_name(part), part, formats) for part in whole)
     return tuple(packs)
+
+
+def _pack_of(name: str, layers: Sequence[Layer], formats: Mapping[str, Format | None]) -> Pack:
+    chosen = formats[layers[0].name]
+    return Pack(name=name, layers=tuple(layers), format=chosen, table=None if chosen else layers[0].tied_to)
 
 
 def _pack_as_stored(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pack, ...]:
@@ -320,12 +317,7 @@ def _pack_as_stored(model_map: ModelMap, formats: Mapping[str, Format | None]) -
         runs = [replace(run, out_features=run.rows.length) for run in runs]
         cuts = [list(part) for _, part in itertools.groupby(runs, key=lambda run: formats[run.name])]
         packs.extend(
-            Pack(
-                name=matrix if len(cuts) == 1 else f"{matrix}[{part[0].rows.start}:]",
-                layers=tuple(part),
-                format=formats[part[0].name],
-                table=None if formats[part[0].name] else part[0].tied_to,
-            )
+            _pack_of(matrix if len(cuts) == 1 else f"{matrix}[{part[0].rows.start}:]", part, formats)
             for part in cuts
         )
     return tuple(packs)

@@ -14,11 +14,11 @@ import torch
 from exporting import DECODERS, NOTHING, build_tiny, decoder_cases, error, export
 from fake_quantize import fake_quantize
 from stepping import one_by_one
+from stored import open_checkpoint
 
 from quantkit.export.decoder import why_not
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.runtime.decoder import open_decoder, positions_of, start, step
 
 CASES = decoder_cases()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from exporting import build_tiny, error, export, observe
 from fake_quantize import fake_quantize
+from stored import open_checkpoint
 
 from quantkit.model.model_map import Role
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.targets import TARGETS
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.layout import DTYPES, planned_bytes
 from quantkit.recipe import Recipe
 from quantkit.runtime.decoder import open_decoder

@@ -19,6 +19,7 @@ from doubles import make_subject
 from exporting import NOTHING, build_tiny, error, export
 from fake_quantize import fake_quantize
 from stepping import one_by_one
+from stored import open_checkpoint
 
 from quantkit.errors import InputError
 from quantkit.export.decoder import why_not
@@ -32,7 +33,6 @@ from quantkit.model.unknown.probes import norm_kind_of
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.draft import opened
 from quantkit.quantization.transforms.settings import TransformSettings

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import yaml
 from exporting import build_tiny
+from stored import open_checkpoint
 from test_quantize import quantkit as run_here
 
 from quantkit.model.families import FAMILIES
-from quantkit.quantization.checkpoint import open_checkpoint
 
 FEW = ("--calibration-windows", "4", "--calibration-length", "128")
 SHORT = ("--max-tokens", "1200")

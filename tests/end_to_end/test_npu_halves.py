@@ -13,11 +13,11 @@ from exporting import build_tiny, error
 from fake_quantize import pack_values
 from hypothesis import given
 from hypothesis import strategies as st
+from stored import open_checkpoint
 from test_quantize import quantkit
 
 from quantkit.model.families import FAMILIES
 from quantkit.plan.formats import BITS_IN_HALVES, LARGEST_IN_HALVES, Grid
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.grid import decode, encode, from_halves, halves_of, range_of
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt

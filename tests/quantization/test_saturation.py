@@ -18,10 +18,10 @@ from exporting import build_tiny, error, export
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from stored import open_checkpoint
 
 from quantkit.plan.formats import SCHEMES, Format, Grid
 from quantkit.plan.targets import TARGETS, format_on
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.quantization.grid import encode, range_of
 from quantkit.runtime.decoder import open_decoder
 

@@ -15,12 +15,12 @@ import torch
 import transformers
 from exporting import NOTHING, build_tiny, error, export
 from fake_quantize import fake_quantize
+from stored import open_checkpoint
 
 from quantkit.errors import InputError
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.pipeline.stages.export import WEIGHTS_FILE
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.graph import NotTextError, holds_model
 from quantkit.runtime.session import open_session

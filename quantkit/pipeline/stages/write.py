@@ -180,10 +180,10 @@ def layer_losses(
                 layers=tuple(layer.name for layer in pack.layers),
                 format=f"int{grid.bits} {f'block {grid.block}' if grid.block else 'channel'}, "
                 f"inputs by {pack.format.activations}",
-                weight_error=sums.weight_error,
-                plain_weight_error=sums.plain_weight_error,
-                output_error=sums.output_error,
-                plain_output_error=sums.plain_output_error,
+                weight_error=sums.weights.error,
+                plain_weight_error=sums.weights.plain_error,
+                output_error=sums.outputs.error if sums.outputs.values else None,
+                plain_output_error=sums.outputs.plain_error if sums.outputs.values else None,
                 kl_divergence=alone[0] if alone else None,
             )
         )

@@ -7,14 +7,15 @@ row d.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.plan.formats import Grid
 from quantkit.quantization.grid import Encoded, Floats, decode_all
 from quantkit.quantization.rounding.rtn import round_to_nearest
+
+SAMPLED_ROWS = 64  # of a run of rows, without calibration: plain rounding is to stay fast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,42 +32,35 @@ class LayerLoss:
     kl_divergence: float | None = None  # of the model with this pack alone in its format
 
 
-SAMPLED_ROWS = 64  # of a run of rows, without calibration: plain rounding is to stay fast
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Squares:
+    """Sums of squares: of values, of their rounding errors, and of the errors of plain rounding."""
+
+    values: float = 0.0
+    errors: float = 0.0
+    plain_errors: float = 0.0
+
+    def __add__(self, other: Squares) -> Squares:
+        return Squares(**{name: getattr(self, name) + getattr(other, name) for name in Squares.__slots__})
+
+    @property
+    def error(self) -> float:
+        return float(np.sqrt(self.errors / self.values)) if self.values else 0.0
+
+    @property
+    def plain_error(self) -> float:
+        return float(np.sqrt(self.plain_errors / self.values)) if self.values else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """Sums of squares over rows; sums of outputs are 0 where no second moment is known."""
+    """Squares of weights and outputs over some rows; those of outputs are 0 without a second moment."""
 
-    weights: float = 0.0
-    lost: float = 0.0
-    lost_plainly: float = 0.0
-    outputs: float = 0.0
-    outputs_lost: float = 0.0
-    outputs_lost_plainly: float = 0.0
+    weights: Squares = Squares()
+    outputs: Squares = Squares()
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(**{name: getattr(self, name) + getattr(other, name) for name in Sums.__slots__})
-
-    @property
-    def weight_error(self) -> float:
-        return _share(self.lost, self.weights)
-
-    @property
-    def plain_weight_error(self) -> float:
-        return _share(self.lost_plainly, self.weights)
-
-    @property
-    def output_error(self) -> float | None:
-        return _share(self.outputs_lost, self.outputs) if self.outputs else None
-
-    @property
-    def plain_output_error(self) -> float | None:
-        return _share(self.outputs_lost_plainly, self.outputs) if self.outputs else None
-
-
-def _share(part: float, whole: float) -> float:
-    return float(np.sqrt(part / whole)) if whole else 0.0
+        return Sums(weights=self.weights + other.weights, outputs=self.outputs + other.outputs)
 
 
 def sums_of(
@@ -79,27 +73,21 @@ def sums_of(
         zeros = None if encoded.zeros is None else encoded.zeros[::every]
         encoded = Encoded(codes=encoded.codes[::every], scales=encoded.scales[::every], zeros=zeros)
     columns = weight_OI.shape[1]
-    lost_OI = weight_OI - decode_all(encoded, columns)
-    plain_OI = lost_OI if is_plain else weight_OI - decode_all(round_to_nearest(weight_OI, grid), columns)
-    weights = Sums(
-        weights=every * _squared(weight_OI),
-        lost=every * _squared(lost_OI),
-        lost_plainly=every * _squared(plain_OI),
-    )
-    if second_moment_II is None:
-        return weights
-    outputs_lost = _squared_outputs(lost_OI, second_moment_II)
-    return replace(
-        weights,
-        outputs=_squared_outputs(weight_OI, second_moment_II),
-        outputs_lost=outputs_lost,
-        outputs_lost_plainly=outputs_lost if is_plain else _squared_outputs(plain_OI, second_moment_II),
-    )
+    error_OI = weight_OI - decode_all(encoded, columns)
+    plain_error_OI = error_OI
+    if not is_plain:
+        plain_error_OI = weight_OI - decode_all(round_to_nearest(weight_OI, grid), columns)
+
+    def squares(moment_II: Floats | None) -> Squares:
+        values, errors = (every * _squared(rows_OI, moment_II) for rows_OI in (weight_OI, error_OI))
+        plain_errors = errors if is_plain else every * _squared(plain_error_OI, moment_II)
+        return Squares(values=values, errors=errors, plain_errors=plain_errors)
+
+    outputs = Squares() if second_moment_II is None else squares(second_moment_II)
+    return Sums(weights=squares(None), outputs=outputs)
 
 
-def _squared(rows_OI: NDArray[np.float32]) -> float:
-    return float(np.einsum("oi,oi->", rows_OI, rows_OI, dtype=np.float64))
-
-
-def _squared_outputs(rows_OI: Floats, second_moment_II: Floats) -> float:
-    return float(np.einsum("oi,oi->", rows_OI @ second_moment_II, rows_OI, dtype=np.float64))
+def _squared(rows_OI: Floats, moment_II: Floats | None) -> float:
+    """The sum of squared rows, or of the mean squares of their products with the inputs."""
+    products_OI = rows_OI if moment_II is None else rows_OI @ moment_II
+    return float(np.einsum("oi,oi->", products_OI, rows_OI, dtype=np.float64))

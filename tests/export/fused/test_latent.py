@@ -12,6 +12,7 @@ import pytest
 import torch
 from exporting import NOTHING, build_tiny, error, write_model
 from fake_quantize import fake_quantize
+from stored import open_checkpoint
 
 from quantkit.errors import InputError
 from quantkit.export.check import check_models
@@ -22,7 +23,6 @@ from quantkit.model.weights.open import open_weights
 from quantkit.pipeline.stages.export import WEIGHTS_FILE, write_companions
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.runtime.decoder import open_decoder, positions_of
 
 HEADS, HIDDEN = 4, 256

@@ -14,13 +14,13 @@ import pytest
 import torch
 from exporting import NOTHING, build_tiny, error, export
 from fake_quantize import fake_quantize
+from stored import open_checkpoint
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.model.model_map import FFN_ROLES
 from quantkit.plan.cost.specification import specify
 from quantkit.quantization.calibration.passes import collect
-from quantkit.quantization.checkpoint import open_checkpoint
 from quantkit.runtime.session import open_session
 from quantkit.runtime.traced import TracedTexts
 

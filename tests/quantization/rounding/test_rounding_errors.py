@@ -31,14 +31,14 @@ def test_errors_are_those_of_the_weights_and_of_the_outputs(grid):
     sums = sums_of(weight_OI, coarse, grid, moment_II, is_plain=False)
     lost = weight_OI - decode_all(coarse, 70)
     plain = weight_OI - decode_all(round_to_nearest(weight_OI, grid), 70)
-    assert sums.weight_error == pytest.approx(relative(lost, weight_OI), rel=1e-5)
-    assert sums.plain_weight_error == pytest.approx(relative(plain, weight_OI), rel=1e-5)
+    assert sums.weights.error == pytest.approx(relative(lost, weight_OI), rel=1e-5)
+    assert sums.weights.plain_error == pytest.approx(relative(plain, weight_OI), rel=1e-5)
     outputs = x_TI.astype(np.float64)
-    assert sums.output_error == pytest.approx(relative(outputs @ lost.T, outputs @ weight_OI.T), rel=1e-4)
-    assert sums.plain_output_error == pytest.approx(
+    assert sums.outputs.error == pytest.approx(relative(outputs @ lost.T, outputs @ weight_OI.T), rel=1e-4)
+    assert sums.outputs.plain_error == pytest.approx(
         relative(outputs @ plain.T, outputs @ weight_OI.T), rel=1e-4
     )
-    assert sums.lost_plainly < sums.lost
+    assert sums.weights.plain_errors < sums.weights.errors
 
 
 def test_parts_add_up_and_plain_is_plain():
@@ -49,10 +49,10 @@ def test_parts_add_up_and_plain_is_plain():
         return sums_of(rows, round_to_nearest(rows, grid), grid, moment_II, is_plain=True)
 
     whole, parts = sums(weight_OI), sums(weight_OI[:13]) + sums(weight_OI[13:])
-    assert parts.output_error == pytest.approx(whole.output_error, rel=1e-6)
-    assert whole.output_error == whole.plain_output_error
-    assert Sums().weight_error == 0.0
-    assert Sums().output_error is None
+    assert parts.outputs.error == pytest.approx(whole.outputs.error, rel=1e-6)
+    assert whole.outputs.error == whole.outputs.plain_error
+    assert Sums().weights.error == 0.0
+    assert Sums().outputs.values == 0.0
 
 
 def test_without_calibration_a_sample_of_the_rows_tells():
@@ -61,6 +61,6 @@ def test_without_calibration_a_sample_of_the_rows_tells():
     encoded = round_to_nearest(weight_OI, grid)
     sums = sums_of(weight_OI, encoded, grid, None, is_plain=True)
     exact = relative(weight_OI - decode_all(encoded, 64), weight_OI)
-    assert sums.weight_error == pytest.approx(exact, rel=0.05)
+    assert sums.weights.error == pytest.approx(exact, rel=0.05)
     assert sums.weights == pytest.approx(float((weight_OI.astype(np.float64) ** 2).sum()), rel=0.1)
-    assert sums.output_error is None
+    assert sums.outputs.error is None
