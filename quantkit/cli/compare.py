@@ -19,9 +19,10 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Put the reports of several artifacts side by side; ratios are to the first."""
+    from quantkit.model.model_map import to_json
     from quantkit.pipeline.compare import compare as compare_artifacts
     from quantkit.report.comparison import comparison_page
 
     output_format = check_format("json" if as_json else output_format)
-    document = compare_artifacts(folders)
-    show(document, comparison_page(document), output_format)
+    comparison = compare_artifacts(folders)
+    show(to_json(comparison), comparison_page(comparison), output_format)

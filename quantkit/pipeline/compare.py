@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.pipeline.artifact import Artifact
-from quantkit.report.comparison import Side, comparison_json
+from quantkit.report.comparison import Comparison, compare_reports
 from quantkit.report.stored import read_document
 
 
-def compare(artifacts: Sequence[Artifact | str | Path]) -> Mapping[str, Any]:
+def compare(artifacts: Sequence[Artifact | str | Path]) -> Comparison:
     """Sizes, accuracies and latencies beside each other, with ratios to the first artifact.
 
     A ratio stands only between figures that were measured in the same way.
@@ -21,11 +21,11 @@ def compare(artifacts: Sequence[Artifact | str | Path]) -> Mapping[str, Any]:
     if len(artifacts) < 2:
         raise InputError("one artifact has nothing beside it", where="compare", allowed="two folders or more")
     folders = [entry.folder if isinstance(entry, Artifact) else Path(entry) for entry in artifacts]
-    return comparison_json([_side(folder) for folder in folders])
+    return compare_reports([_report(folder) for folder in folders])
 
 
-def _side(folder: Path) -> Side:
-    """An artifact's report, and a digest of the tokenizer that its figures were measured with."""
+def _report(folder: Path) -> dict[str, Any]:
+    """An artifact's report, with a digest of the tokenizer that its figures were measured with."""
     report, tokenizer = read_document(folder), folder / "tokenizer.json"
     digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else None
-    return Side(name=str(folder), report=report, tokenizer=digest)
+    return {**report, "folder": str(folder), "tokenizer": digest}

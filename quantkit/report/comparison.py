@@ -40,12 +40,22 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One artifact of a comparison."""
+class ComparedArtifact:
+    """Figures of one artifact under the keys of `METRICS`, and their ratios to those of the first."""
 
-    name: str  # the folder, as the user gave it
-    report: Json
-    tokenizer: str | None = None  # a digest of tokenizer.json
+    folder: str  # as the user gave it
+    model: str
+    scheme: str
+    target: str
+    values: dict[str, float]
+    ratios: dict[str, float]
+    not_compared: dict[str, str]  # the reason for each missing ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    artifacts: tuple[ComparedArtifact, ...]
+    notes: tuple[str, ...]  # differences between the machines and their runtimes
 
 
 METRICS: Mapping[str, Metric] = {
@@ -87,34 +97,35 @@ def _value(report: Json, path: str) -> Any:
     return value
 
 
-def comparison_json(sides: Sequence[Side]) -> dict[str, Any]:
-    """Figures of every artifact, ratios to the first, and for each missing ratio its reason."""
-    reports = [{**side.report, "tokenizer": side.tokenizer} for side in sides]
-    artifacts = []
-    for side, report in zip(sides, reports, strict=True):
-        values, ratios, refused = {}, {}, {}
-        for key, metric in METRICS.items():
-            value, first = _value(report, metric.path), _value(reports[0], metric.path)
-            if value is None:
-                continue
-            values[key] = float(value)
-            if first is None:
-                continue
-            differences = list(_differences(reports[0], report, metric.conditions))
-            if differences:
-                refused[key] = "; ".join(differences)
-            elif first:
-                ratios[key] = value / first
-        artifacts.append(
-            {
-                "folder": side.name,
-                **{key: report[key] for key in ("model", "scheme", "target")},
-                "values": values,
-                "ratios": ratios,
-                "not_compared": refused,
-            }
-        )
-    return {"artifacts": artifacts, "notes": [note for side in sides[1:] for note in _notes(sides[0], side)]}
+def compare_reports(reports: Sequence[Json]) -> Comparison:
+    """Reports side by side; beside the content of report.json each has `folder` and `tokenizer`, a digest."""
+    first = reports[0]
+    return Comparison(
+        artifacts=tuple(_compared(first, report) for report in reports),
+        notes=tuple(note for report in reports[1:] for note in _notes(first, report)),
+    )
+
+
+def _compared(first: Json, report: Json) -> ComparedArtifact:
+    values, ratios, not_compared = {}, {}, {}
+    for key, metric in METRICS.items():
+        value, first_value = _value(report, metric.path), _value(first, metric.path)
+        if value is None:
+            continue
+        values[key] = float(value)
+        if first_value is None:
+            continue
+        differences = list(_differences(first, report, metric.conditions))
+        if differences:
+            not_compared[key] = "; ".join(differences)
+        elif first_value:
+            ratios[key] = value / first_value
+    return ComparedArtifact(
+        **{key: report[key] for key in ("folder", "model", "scheme", "target")},
+        values=values,
+        ratios=ratios,
+        not_compared=not_compared,
+    )
 
 
 def _differences(first: Json, other: Json, paths: Iterable[str]) -> Iterable[str]:
@@ -128,51 +139,53 @@ def _differences(first: Json, other: Json, paths: Iterable[str]) -> Iterable[str
         yield f"another {name}" if path == "tokenizer" else f"{name} {values[0]} against {values[1]}"
 
 
-def _notes(first: Side, other: Side) -> Iterable[str]:
+def _notes(first: Json, other: Json) -> Iterable[str]:
     for package in PACKAGES:
-        versions = [_value(side.report, f"environment.versions.{package}") for side in (first, other)]
+        versions = [_value(report, f"environment.versions.{package}") for report in (first, other)]
         if versions[0] != versions[1]:
-            yield f"{other.name} was measured with {package} {versions[1]}, {first.name} with {versions[0]}"
-    if list(_differences(first.report, other.report, ("model", *MACHINE))):
+            yield (
+                f"{other['folder']} was measured with {package} {versions[1]}, "
+                f"{first['folder']} with {versions[0]}"
+            )
+    if list(_differences(first, other, ("model", *MACHINE))):
         return
     for key, phase in (("prefill_ms", "prefill"), ("decode_ms_per_token", "decode")):
-        times = [_value(side.report, f"latency.0.reference.{key}") for side in (first, other)]
+        times = [_value(report, f"latency.0.reference.{key}") for report in (first, other)]
         if times[0] and times[1] and abs(times[1] / times[0] - 1) > LARGEST_DRIFT:
             yield (
                 f"the machine's speed changed: {phase} of the float reference took "
-                f"{times[1] / times[0]:.2f}x as long beside {other.name} as beside {first.name}"
+                f"{times[1] / times[0]:.2f}x as long beside {other['folder']} as beside {first['folder']}"
             )
 
 
-def comparison_page(document: Json) -> Page:
-    """The page, from the content of `comparison_json`."""
-    artifacts = document["artifacts"]
-    names = _names([artifact["folder"] for artifact in artifacts])
+def comparison_page(comparison: Comparison) -> Page:
+    artifacts = comparison.artifacts
+    names = _names([artifact.folder for artifact in artifacts])
     named = list(zip(names, artifacts, strict=True))
-    keys = [key for key in METRICS if any(key in artifact["values"] for artifact in artifacts)]
+    keys = [key for key in METRICS if any(key in artifact.values for artifact in artifacts)]
     titles = tuple(METRICS[key].title for key in keys)
 
-    def table(title: str, cell: Callable[[Json, str], str]) -> Table:
+    def table(title: str, cell: Callable[[ComparedArtifact, str], str]) -> Table:
         rows = tuple((name, *(cell(artifact, key) for key in keys)) for name, artifact in named)
         return Table(title=title, columns=("artifact", *titles), rows=rows, numeric=titles)
 
-    refused = [
+    not_compared = [
         f"{name}, {METRICS[key].title}: no ratio, {reason}"
         for name, artifact in named
-        for key, reason in artifact["not_compared"].items()
+        for key, reason in artifact.not_compared.items()
     ]
-    models = ", ".join(sorted({artifact["model"] for artifact in artifacts}))
+    models = ", ".join(sorted({artifact.model for artifact in artifacts}))
     return Page(
         head=(
             f"{len(artifacts)} artifacts of {models}",
-            *(f"  {name}: {artifact['scheme']} for {artifact['target']}" for name, artifact in named),
+            *(f"  {name}: {artifact.scheme} for {artifact.target}" for name, artifact in named),
         ),
         tables=(table("Artifacts", _figure), table(f"Ratio to {names[0]}", _ratio)),
         foot=(
             "decode: ms per token; memory: peak of a run; (in parentheses): measured under other conditions",
-            *refused,
+            *not_compared,
         ),
-        warnings=tuple(document["notes"]),
+        warnings=comparison.notes,
     )
 
 
@@ -182,13 +195,13 @@ def _names(folders: Sequence[str]) -> Sequence[str]:
     return last if len(set(last)) == len(last) else folders
 
 
-def _figure(artifact: Json, key: str) -> str:
-    value = artifact["values"].get(key)
+def _figure(artifact: ComparedArtifact, key: str) -> str:
+    value = artifact.values.get(key)
     if value is None:
         return "-"
     shown = METRICS[key].show(value)
-    return f"({shown})" if key in artifact["not_compared"] else shown
+    return f"({shown})" if key in artifact.not_compared else shown
 
 
-def _ratio(artifact: Json, key: str) -> str:
-    return f"{artifact['ratios'][key]:.4g}x" if key in artifact["ratios"] else "-"
+def _ratio(artifact: ComparedArtifact, key: str) -> str:
+    return f"{artifact.ratios[key]:.4g}x" if key in artifact.ratios else "-"

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from quantkit.report.comparison import METRICS, Side, comparison_json, comparison_page
+from quantkit.report.comparison import METRICS, compare_reports, comparison_page
 from quantkit.report.tables import to_markdown
 
 pytestmark = pytest.mark.once
@@ -42,7 +42,7 @@ REPORT = {
         "versions": {"onnxruntime": "1.31"},
     },
 }
-FIRST = Side(name="runs/first", report=REPORT, tokenizer="t")
+FIRST = {**REPORT, "folder": "runs/first", "tokenizer": "t"}
 
 
 def beside(*, tokenizer="t", **changes):
@@ -57,19 +57,19 @@ def beside(*, tokenizer="t", **changes):
             del place[key]
         else:
             place[key] = value
-    return comparison_json([FIRST, Side(name="runs/second", report=report, tokenizer=tokenizer)])
+    return compare_reports([FIRST, {**report, "folder": "runs/second", "tokenizer": tokenizer}])
 
 
 def test_ratios_are_to_the_first():
-    document = beside(size__artifact_bytes=65_000_000, latency__0__decode_ms_per_token=2.5)
-    first, second = document["artifacts"]
-    assert set(first["ratios"].values()) == {1.0}
-    assert second["ratios"]["size_bytes"] == 0.5
-    assert second["ratios"]["decode_ms_per_token"] == 0.5
-    assert second["ratios"]["perplexity"] == 1.0
-    assert second["not_compared"] == {}
-    assert document["notes"] == []
-    page = to_markdown(comparison_page(document))
+    comparison = beside(size__artifact_bytes=65_000_000, latency__0__decode_ms_per_token=2.5)
+    first, second = comparison.artifacts
+    assert set(first.ratios.values()) == {1.0}
+    assert second.ratios["size_bytes"] == 0.5
+    assert second.ratios["decode_ms_per_token"] == 0.5
+    assert second.ratios["perplexity"] == 1.0
+    assert second.not_compared == {}
+    assert comparison.notes == ()
+    page = to_markdown(comparison_page(comparison))
     assert "| second | 65.0 | 25.50 | 0.008 | 96.00% | 80.0 | 2.50 | 300.0 |" in page
     assert "| second | 0.5x | 1x | 1x | 1x | 1x | 0.5x | 1x |" in page
 
@@ -95,49 +95,49 @@ TIMES = {"prefill_ms", "decode_ms_per_token", "run_peak_bytes"}
     ],
 )
 def test_what_was_measured_otherwise_gets_no_ratio(change, refused, words):
-    document = beside(**change)
-    second = document["artifacts"][1]
-    assert set(second["not_compared"]) == refused
-    assert all(words in reason for reason in second["not_compared"].values())
-    assert set(second["ratios"]) == set(second["values"]) - refused
-    page = to_markdown(comparison_page(document))
+    comparison = beside(**change)
+    second = comparison.artifacts[1]
+    assert set(second.not_compared) == refused
+    assert all(words in reason for reason in second.not_compared.values())
+    assert set(second.ratios) == set(second.values) - refused
+    page = to_markdown(comparison_page(comparison))
     for key in refused:
-        assert f"({METRICS[key].show(second['values'][key])})" in page
+        assert f"({METRICS[key].show(second.values[key])})" in page
         assert f"second, {METRICS[key].title}: no ratio, " in page
 
 
 def test_what_is_missing_is_absent_and_never_zero():
-    document = beside(accuracy=None, memory=None, latency__0__decode_ms_per_token=None)
-    second = document["artifacts"][1]
-    assert set(second["values"]) == set(second["ratios"]) == {"size_bytes", "prefill_ms"}
-    page = to_markdown(comparison_page(document))
+    comparison = beside(accuracy=None, memory=None, latency__0__decode_ms_per_token=None)
+    second = comparison.artifacts[1]
+    assert set(second.values) == set(second.ratios) == {"size_bytes", "prefill_ms"}
+    page = to_markdown(comparison_page(comparison))
     assert "| second | 130.0 | - | - | - | 80.0 | - | - |" in page
     assert "cosine" not in page, "no artifact has one"
-    empty = comparison_json([Side(name="a", report={**REPORT, "accuracy": {}}), FIRST])["artifacts"][1]
-    assert "perplexity" in empty["values"], "the first lacks it, so there is no ratio to it"
-    assert "perplexity" not in empty["ratios"]
+    empty = compare_reports([{**FIRST, "accuracy": {}}, FIRST]).artifacts[1]
+    assert "perplexity" in empty.values, "the first lacks it, so there is no ratio to it"
+    assert "perplexity" not in empty.ratios
 
 
 def test_a_zero_is_a_figure_but_nothing_is_a_ratio_to_it():
-    report = copy.deepcopy(REPORT)
+    report = copy.deepcopy(FIRST)
     report["accuracy"]["kl_divergence"] = 0.0
-    first, second = comparison_json([Side(name="a", report=report, tokenizer="t"), FIRST])["artifacts"]
-    assert first["values"]["kl_divergence"] == 0.0
-    assert "kl_divergence" not in first["ratios"]
-    assert "kl_divergence" not in second["ratios"]
+    first, second = compare_reports([report, FIRST]).artifacts
+    assert first.values["kl_divergence"] == 0.0
+    assert "kl_divergence" not in first.ratios
+    assert "kl_divergence" not in second.ratios
 
 
 def test_a_machine_that_was_slower_the_second_time_is_told_by_its_reference():
     slower = {"prefill_ms": 160.0, "decode_ms_per_token": 30.0}
-    (note,) = beside(latency__0__reference=slower)["notes"]
+    (note,) = beside(latency__0__reference=slower).notes
     assert "decode of the float reference took 1.50x as long beside runs/second" in note
-    assert beside(latency__0__reference=slower, environment__num_cores=4)["notes"] == []
-    (note,) = beside(environment__versions={"onnxruntime": "1.30"})["notes"]
+    assert beside(latency__0__reference=slower, environment__num_cores=4).notes == ()
+    (note,) = beside(environment__versions={"onnxruntime": "1.30"}).notes
     assert "runs/second was measured with onnxruntime 1.30, runs/first with 1.31" in note
 
 
 def test_folders_of_one_name_keep_their_paths():
-    sides = [Side(name=f"{run}/out", report=REPORT, tokenizer="t") for run in ("a", "b")]
-    page = to_markdown(comparison_page(comparison_json(sides)))
+    reports = [{**FIRST, "folder": f"{run}/out"} for run in ("a", "b")]
+    page = to_markdown(comparison_page(compare_reports(reports)))
     assert "| a/out |" in page
     assert "| b/out |" in page
