@@ -48,32 +48,36 @@ class Subject:
     num_tokens: int = 1  # of a run; the time is divided by it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Runs:
-    """Two phases of a model: `prefill` reads the prompt, `step` decodes one token."""
-
-    prefill: Run
-    step: Run | None = None  # None: the model generates nothing
-    prepare: Run = lambda: None  # untimed, before every prefill
+Phases = Mapping[str, Subject]  # "prefill" reads the prompt; "decode" generates after it
 
 
-def runs_of(session: Session, prompt: int, decode: int) -> Runs:
+def phases_of(session: Session, prompt: int, decode: int) -> Phases:
     """The phases of a session; caches are allocated untimed before every prompt."""
     vocab_size = session.vocab_size or SMALLEST_VOCABULARY
     ids = np.random.default_rng(0).integers(0, vocab_size, (1, prompt)).astype(np.int64)
     if not session.generates:
-        return Runs(prefill=lambda: session.logits(ids), prepare=_settle)
+        return {"prefill": Subject(run=lambda: session.logits(ids), prepare=_settle)}
     batches: list[Batch] = []
 
-    def prepare() -> None:
+    def begin() -> None:
         _settle()
         batches[:] = [session.begin(ids.tolist(), decode)]
 
-    return Runs(
-        prefill=lambda: batches[0].read(),  # noqa: PLW0108 (a new batch in every run)
-        step=lambda: batches[0].step(ids[0, :1], (0,)),
-        prepare=prepare,
-    )
+    def read() -> None:
+        batches[0].read()
+
+    def begin_and_read() -> None:
+        begin()
+        read()
+
+    def step() -> None:
+        for _ in range(decode):
+            batches[0].step(ids[0, :1], (0,))
+
+    return {
+        "prefill": Subject(run=read, prepare=begin),
+        "decode": Subject(run=step, prepare=begin_and_read, num_tokens=decode),
+    }
 
 
 def _settle() -> None:
@@ -136,37 +140,10 @@ def timing_of(samples_ms: list[float]) -> Timing:
     )
 
 
-def measure_prefill(models: Mapping[str, Runs], budget: Budget) -> dict[str, Timing]:
-    """Milliseconds for the whole prompt."""
-    return interleave(
-        {name: Subject(run=model.prefill, prepare=model.prepare) for name, model in models.items()}, budget
-    )
-
-
-def measure_decode(models: Mapping[str, Runs], budget: Budget, *, num_tokens: int) -> dict[str, Timing]:
-    """Milliseconds per token over `num_tokens` after the prompt; every run starts with the prompt."""
-
-    def decoding(model: Runs) -> Subject:
-        step = model.step
-        assert step is not None, "the model has no step"
-
-        def prepare() -> None:
-            model.prepare()
-            model.prefill()
-
-        def run() -> None:
-            for _ in range(num_tokens):
-                step()
-
-        return Subject(run=run, prepare=prepare, num_tokens=num_tokens)
-
-    return interleave({name: decoding(model) for name, model in models.items()}, budget)
-
-
 def measure_latency(
     *,
-    quantized: Runs,
-    reference: Runs | None,
+    quantized: Phases,
+    reference: Phases | None,
     threads: int,
     prompt_length: int,
     num_decoded: int,
@@ -177,9 +154,11 @@ def measure_latency(
     """Latency of prompt and token on the CPU; prefill and decode have a budget each."""
     models = {"reference": reference} if reference else {}
     models["quantized"] = quantized
-    prefill = measure_prefill(models, budget)
-    can_decode = all(model.step for model in models.values())
-    decode = measure_decode(models, budget, num_tokens=num_decoded) if can_decode else {}
+    prefill = interleave({name: phases["prefill"] for name, phases in models.items()}, budget)
+    can_decode = all("decode" in phases for phases in models.values())
+    decode = {}
+    if can_decode:
+        decode = interleave({name: phases["decode"] for name, phases in models.items()}, budget)
     return Latency(
         provider=PROVIDER,
         threads=threads,

@@ -16,7 +16,7 @@ from pathlib import Path
 from quantkit.evaluation.accuracy import Ints, TextPerplexity, measure_accuracy, measure_perplexity
 from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact, open_measured
 from quantkit.evaluation.encoder_decoder import measure_halves
-from quantkit.evaluation.latency import Budget, bytes_per_token, fitting, measure_latency, runs_of
+from quantkit.evaluation.latency import Budget, bytes_per_token, fitting, measure_latency, phases_of
 from quantkit.evaluation.measurements import (
     Accuracy,
     Environment,
@@ -191,8 +191,8 @@ def _latency(
         if session.reads_and_answers:
             notes.append("prefill is the encoder over the prompt and the decoder's first token after it")
         return measure_latency(
-            quantized=runs_of(session, *lengths),
-            reference=runs_of(reference, *lengths) if reference else None,
+            quantized=phases_of(session, *lengths),
+            reference=phases_of(reference, *lengths) if reference else None,
             threads=artifact.threads,
             prompt_length=lengths[0],
             num_decoded=lengths[1],

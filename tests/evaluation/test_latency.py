@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 
 from quantkit.evaluation.latency import (
     Budget,
-    Runs,
     Subject,
     interleave,
-    measure_decode,
     measure_latency,
-    measure_prefill,
+    phases_of,
     timing_of,
 )
 
@@ -116,21 +115,27 @@ def test_garbage_is_collected_again_after_a_failure():
 
 def test_decode_is_per_token_and_starts_from_the_prompt_each_time():
     clock = Clock()
-    runs = Runs(
-        prefill=clock.takes("prefill", 170), step=clock.takes("step", 5), prepare=clock.takes("prepare", 40)
-    )
-    found = measure_decode({"model": runs}, budget(clock), num_tokens=8)["model"]
-    assert found.median_ms == pytest.approx(5)
-    assert found.highest_ms == pytest.approx(5)
-    assert clock.log == (["prepare", "prefill"] + ["step"] * 8) * 4
-    assert measure_prefill({"model": runs}, budget(clock))["model"].median_ms == pytest.approx(170)
+    prefill, step, begin = clock.takes("prefill", 170), clock.takes("step", 5), clock.takes("begin", 40)
+    batch = SimpleNamespace(read=prefill, step=lambda tokens, rows: step())
+
+    def new_batch(prompts, num_new):
+        begin()
+        return batch
+
+    phases = phases_of(SimpleNamespace(vocab_size=50, generates=True, begin=new_batch), 16, 8)
+    decode = interleave({"model": phases["decode"]}, budget(clock))["model"]
+    assert decode.median_ms == pytest.approx(5)
+    assert decode.highest_ms == pytest.approx(5)
+    assert clock.log == (["begin", "prefill"] + ["step"] * 8) * 4
+    prefill_timing = interleave({"model": phases["prefill"]}, budget(clock))["model"]
+    assert prefill_timing.median_ms == pytest.approx(170)
 
 
 def test_the_whole_record():
     clock = Clock()
     found = measure_latency(
-        quantized=Runs(prefill=clock.takes("", 76), step=clock.takes("", 5)),
-        reference=Runs(prefill=clock.takes("", 174), step=clock.takes("", 21)),
+        quantized={"prefill": Subject(run=clock.takes("", 76)), "decode": Subject(run=clock.takes("", 5))},
+        reference={"prefill": Subject(run=clock.takes("", 174)), "decode": Subject(run=clock.takes("", 21))},
         threads=2,
         prompt_length=128,
         num_decoded=4,
@@ -148,7 +153,7 @@ def test_the_whole_record():
 def test_a_model_that_generates_nothing_has_no_decode_figures():
     clock = Clock()
     found = measure_latency(
-        quantized=Runs(prefill=clock.takes("", 8)),
+        quantized={"prefill": Subject(run=clock.takes("", 8))},
         reference=None,
         threads=2,
         prompt_length=128,
