@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.quantization.calibration import running, store
-from quantkit.quantization.calibration.inputs import BLOCKS
 from quantkit.quantization.calibration.passes import Reporter
 from quantkit.quantization.calibration.recording import Recording, record_calls
 from quantkit.quantization.calibration.replay import (
@@ -58,14 +57,12 @@ def collect_gradients(
     `progress` is called with numbers of tokens, which add up to those of the text. A model that is no chain
     of blocks, or gives no logits, raises NotBlockwiseError. Weights are never changed, and get no gradients.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     requested = dict.fromkeys(outputs, STATISTICS)
     key = store.key_of(module, tokens_BT, requested, ["gradients", *blocks], [seed])
-    index = store.read_index(folder)
-    if index.get("key") == key and index.get("is_finished"):
+    file = store.resume(folder, key, requested, int(tokens_BT.size))
+    if file.is_finished:
         progress(int(tokens_BT.size))
-        return store.open_statistics(folder)
-    store.clear(folder)
+        return file
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     module.eval()
@@ -87,15 +84,8 @@ def collect_gradients(
                 store.write_part(folder, number, finished)
             located |= {name: (number, name) for name in finished}
             reporter.reach((num_blocks - number) / num_blocks)
-    file = store.StatisticsFile(
-        folder=folder,
-        key=key,
-        way=BLOCKS,
-        requested=requested,
-        located=located,
-        num_tokens=int(tokens_BT.size),
-    )
-    store.write_index(file, is_finished=True)
+    file = replace(file, located=located, done=num_blocks, is_finished=True)
+    store.write_index(file)
     store.clear_hidden(folder)
     return file
 

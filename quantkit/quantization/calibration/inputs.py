@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from quantkit.model import linears
 from quantkit.model.names import modules_by_name
-from quantkit.quantization.calibration import running, store
+from quantkit.quantization.calibration import running
 from quantkit.quantization.calibration.recording import Recording, part_of
 from quantkit.quantization.calibration.statistics import FIELDS
+from quantkit.quantization.calibration.store import APART, BLOCKS
 from quantkit.quantization.calibration.tokens import Tokens, require_known_ids
-
-BLOCKS, WHOLE, APART = "blocks", "whole", "apart"  # apart: whole, and no input counts as shared
-WAYS = (BLOCKS, WHOLE, APART)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +38,7 @@ class SharedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationRun:
-    """A model, its calibration text, the requested statistics, and the folder for them."""
+    """A model, its calibration text and the requested statistics."""
 
     module: nn.Module
     tokens_BT: Tokens
@@ -49,11 +46,8 @@ class CalibrationRun:
     names: Mapping[str, str]  # every requested name -> its name in `matrices`
     requested: Mapping[str, frozenset[str]]
     blocks: Mapping[str, nn.Module]
-    folder: Path
-    key: str
     batch: int
     seed: int
-    memory_bytes: int
 
     def batches(self) -> Iterator[tuple[int, Tokens]]:
         """(number of the first window, windows)."""
@@ -72,10 +66,9 @@ class CalibrationRun:
         assert kind is not None, type(module).__name__
         return linears.weight_OI(module, kind).shape[1]
 
-    def require_space(self, inputs: Sequence[SharedInput], hidden_bytes: int) -> None:
-        """Refuse a disk that cannot hold the statistics and the hidden states."""
-        sizes = [running.stored_bytes(self.width_of(shared), shared.statistics) for shared in inputs]
-        store.require_space(self.folder, hidden_bytes + sum(sizes))
+    def stored_bytes(self, inputs: Sequence[SharedInput]) -> int:
+        """Disk space of the statistics of these inputs."""
+        return sum(running.stored_bytes(self.width_of(shared), shared.statistics) for shared in inputs)
 
 
 def open_run(
@@ -83,11 +76,9 @@ def open_run(
     tokens_BT: Tokens,
     requested: Mapping[str, frozenset[str]],
     blocks: Sequence[str],
-    folder: Path,
     *,
     batch: int,
     seed: int,
-    memory_bytes: int,
 ) -> CalibrationRun:
     """Find the modules behind the names, and refuse token ids outside of the vocabulary."""
     assert tokens_BT.ndim == 2, tokens_BT.shape
@@ -111,12 +102,8 @@ def open_run(
         names=names,
         requested=requested,
         blocks={name: named[name] for name in blocks},
-        folder=folder,
-        # Batch and memory decide the content of each part, and an unfinished run goes on part by part.
-        key=store.key_of(module, tokens_BT, requested, blocks, [seed, batch, memory_bytes]),
         batch=batch,
         seed=seed,
-        memory_bytes=memory_bytes,
     )
 
 

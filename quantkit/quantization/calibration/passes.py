@@ -12,25 +12,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
 from quantkit.quantization.calibration import running, store
-from quantkit.quantization.calibration.inputs import (
-    APART,
-    BLOCKS,
-    WAYS,
-    WHOLE,
-    CalibrationRun,
-    SharedInput,
-    open_run,
-    shared_inputs,
-)
+from quantkit.quantization.calibration.inputs import CalibrationRun, SharedInput, open_run, shared_inputs
 from quantkit.quantization.calibration.recording import Recording, is_unchanged, record_calls
 from quantkit.quantization.calibration.replay import (
     NotBlockwiseError,
@@ -41,6 +31,7 @@ from quantkit.quantization.calibration.replay import (
     run_after,
     run_before,
 )
+from quantkit.quantization.calibration.store import APART, BLOCKS, WAYS, WHOLE
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.modules import watching_inputs
 
@@ -83,16 +74,6 @@ class Watch:
     problem: str | None = None
 
 
-@dataclass(kw_only=True, slots=True)
-class RunState:
-    """Finished parts of a run, as its index lists them."""
-
-    way: str
-    reason: str | None  # why the model is not run block by block
-    done: int = 0  # parts
-    located: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-
 def collect(
     module: nn.Module,
     tokens_BT: Tokens,
@@ -110,51 +91,44 @@ def collect(
     `progress` is called with numbers of tokens, which add up to those of the text. An interrupted run
     continues with the part that it was at.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    run = open_run(
-        module, tokens_BT, requested, blocks, folder, batch=batch, seed=seed, memory_bytes=memory_bytes
-    )
+    run = open_run(module, tokens_BT, requested, blocks, batch=batch, seed=seed)
     reporter = Reporter(progress=progress, num_tokens=int(tokens_BT.size))
-    index = store.read_index(folder)
-    if index.get("key") != run.key:
-        store.clear(folder)
-        index = {}
-    if not index.get("is_finished"):
+    # Batch and memory decide the content of each part, and an unfinished run goes on part by part.
+    key = store.key_of(module, tokens_BT, requested, blocks, [seed, batch, memory_bytes])
+    file = store.resume(folder, key, requested, int(tokens_BT.size))
+    if not file.is_finished:
         was_training = [child for child in module.modules() if child.training]
         try:
             with torch.no_grad(), head_left_out(module.eval()):
-                _run(run, index, reporter)
+                file = _run(run, file, reporter, memory_bytes)
         finally:
             for child in was_training:
                 child.training = True
     reporter.reach(1.0)
-    return store.open_statistics(folder)
+    return file
 
 
-def _run(run: CalibrationRun, index: Mapping[str, Any], reporter: Reporter) -> None:
+def _run(
+    run: CalibrationRun, file: store.StatisticsFile, reporter: Reporter, memory_bytes: int
+) -> store.StatisticsFile:
     """Try the ways in order; an interrupted run continues in the way that it had reached."""
     batches = (windows_BT for _, windows_BT in run.batches())
     recordings = record_calls(run.module, batches, blocks=run.blocks, matrices=run.matrices)
     recording = recordings[min(run.batch, len(run.tokens_BT))]
-    ways = WAYS[WAYS.index(index["kind"]) :] if index else WAYS[recording.problem is not None :]
-    done = RunState(way=ways[0], reason=recording.problem)
-    if index:
-        located = {name: (part, entry) for name, (part, entry) in index["located"].items()}
-        done = RunState(way=ways[0], reason=index["reason"], done=index["done"], located=located)
-    for way in ways:
-        inputs = shared_inputs(run, recording, way)
+    if not file.done:
+        file = replace(file, kind=WHOLE if recording.problem else BLOCKS, reason=recording.problem)
+    while True:
+        inputs = shared_inputs(run, recording, file.kind)
         try:
-            if way == BLOCKS:
-                _run_blocks(run, recordings, inputs, done, reporter)
-            else:
-                _run_whole(run, inputs, done, reporter)
+            if file.kind == BLOCKS:
+                return _run_blocks(run, recordings, inputs, file, reporter)
+            return _run_whole(run, inputs, file, reporter, memory_bytes)
         except NotBlockwiseError as error:
-            if way == APART:
+            if file.kind == APART:
                 raise
-            store.clear(run.folder)
-            done = RunState(way=WAYS[WAYS.index(way) + 1], reason=str(error))
-        else:
-            return
+            store.clear(file.folder)
+            kind = WAYS[WAYS.index(file.kind) + 1]
+            file = replace(file, kind=kind, reason=str(error), done=0, located={})
 
 
 @contextmanager
@@ -207,10 +181,15 @@ def _require_finite(x: Tensor, what: str) -> None:
 
 
 def _finish_part(
-    run: CalibrationRun, inputs: Sequence[SharedInput], watch: Watch, done: RunState, part: int, last: int
-) -> None:
+    run: CalibrationRun,
+    inputs: Sequence[SharedInput],
+    watch: Watch,
+    file: store.StatisticsFile,
+    *,
+    is_last: bool,
+) -> store.StatisticsFile:
     """Write a part's statistics, and list it in the index."""
-    finished = {}
+    finished, located, part = {}, dict(file.located), file.done
     for shared in inputs:
         sums = watch.running.pop(shared.name, None)
         if sums is None or not sums.num_rows:
@@ -218,64 +197,67 @@ def _finish_part(
         finished[shared.name] = running.finish(sums)
         for name, first in run.names.items():
             if first in shared.matrices:
-                done.located[name] = part, shared.name
+                located[name] = part, shared.name
     if finished:
-        store.write_part(run.folder, part, finished)
-    file = store.StatisticsFile(
-        folder=run.folder,
-        key=run.key,
-        way=done.way if done.way == BLOCKS else f"{WHOLE}: {done.reason}",
-        requested=run.requested,
-        located=done.located,
-        num_tokens=int(run.tokens_BT.size),
-    )
-    store.write_index(file, is_finished=part == last, kind=done.way, reason=done.reason, done=part + 1)
-    store.clear_hidden(run.folder, keep=None if part == last else part + 1)
+        store.write_part(file.folder, part, finished)
+    file = replace(file, located=located, done=part + 1, is_finished=is_last)
+    store.write_index(file)
+    store.clear_hidden(file.folder, keep=None if is_last else part + 1)
+    return file
 
 
 def _run_blocks(
     run: CalibrationRun,
     recordings: Mapping[int, Recording],
     inputs: Sequence[SharedInput],
-    done: RunState,
+    file: store.StatisticsFile,
     reporter: Reporter,
-) -> None:
+) -> store.StatisticsFile:
+    folder = file.folder
     recording = recordings[min(run.batch, len(run.tokens_BT))]
     num_blocks = len(recording.blocks)
     last = max((shared.part for shared in inputs), default=0)
     assert recording.like is not None
-    run.require_space(inputs, 2 * len(run.tokens_BT) * recording.like[0].nbytes)
-    if done.done and not store.hidden_path(run.folder, done.done).exists():
-        done.done, done.located = 0, {}
+    hidden_bytes = 2 * len(run.tokens_BT) * recording.like[0].nbytes
+    store.require_space(folder, hidden_bytes + run.stored_bytes(inputs))
+    if file.done and not store.hidden_path(folder, file.done).exists():
+        file = replace(file, done=0, located={})
 
     def outputs(part: int, watch: Watch) -> Iterator[Tensor]:
         """The hidden states after a part, batch by batch; of the part after the blocks there are none."""
         for begin, windows_BT in run.batches():
-            yield from _run_part(run, recordings[len(windows_BT)], part, begin, windows_BT, watch)
+            yield from _run_part(run, recordings[len(windows_BT)], folder, part, begin, windows_BT, watch)
             # Embeddings and norms take next to no time beside a block.
             within = (begin + len(windows_BT)) / len(run.tokens_BT)
             reporter.reach((part - 1 + within) / max(1, min(last, num_blocks)))
 
-    for part in range(done.done, last + 1):
+    for part in range(file.done, last + 1):
         here = [shared for shared in inputs if shared.part == part]
         watch = Watch(is_open=part <= num_blocks)
         with _collecting(run, here, watch):
             if part < last:
-                store.write_hidden(run.folder, part + 1, outputs(part, watch))
+                store.write_hidden(folder, part + 1, outputs(part, watch))
             else:
                 deque(outputs(part, watch), maxlen=0)
-        _finish_part(run, here, watch, done, part, last)
+        file = _finish_part(run, here, watch, file, is_last=part == last)
+    return file
 
 
 def _run_part(
-    run: CalibrationRun, recording: Recording, part: int, begin: int, windows_BT: Tokens, watch: Watch
+    run: CalibrationRun,
+    recording: Recording,
+    folder: Path,
+    part: int,
+    begin: int,
+    windows_BT: Tokens,
+    watch: Watch,
 ) -> Iterator[Tensor]:
     """One part on one batch: before the blocks, a block, or after them."""
     if part == 0:
         yield run_before(run.module, windows_BT, recording.blocks[0])
         return
     assert recording.like is not None
-    hidden_BTH = store.read_hidden(run.folder, part, begin, recording.like).to(recording.like.device)
+    hidden_BTH = store.read_hidden(folder, part, begin, recording.like).to(recording.like.device)
     if part <= len(recording.blocks):
         call = recording.blocks[part - 1]
         output_BTH = replay(call, hidden_BTH)
@@ -293,24 +275,29 @@ def _run_part(
 
 
 def _run_whole(
-    run: CalibrationRun, inputs: Sequence[SharedInput], done: RunState, reporter: Reporter
-) -> None:
+    run: CalibrationRun,
+    inputs: Sequence[SharedInput],
+    file: store.StatisticsFile,
+    reporter: Reporter,
+    memory_bytes: int,
+) -> store.StatisticsFile:
     """The whole model over the text, once for each group of inputs whose statistics fit into memory."""
     groups: list[list[SharedInput]] = [[]]
-    room = run.memory_bytes
+    room = memory_bytes
     for shared in inputs:
         needed = running.expected_bytes(run.width_of(shared), shared.statistics)
         if needed > room and groups[-1]:
             groups.append([])
-            room = run.memory_bytes
+            room = memory_bytes
         groups[-1].append(shared)
         room -= needed
-    run.require_space(inputs, 0)
-    for part in range(done.done, len(groups)):
+    store.require_space(file.folder, run.stored_bytes(inputs))
+    for part in range(file.done, len(groups)):
         watch = Watch()
         with _collecting(run, groups[part], watch):
             for begin, windows_BT in run.batches():
                 forward(run.module, windows_BT)
                 within = (begin + len(windows_BT)) / len(run.tokens_BT)
                 reporter.reach((part + within) / len(groups))
-        _finish_part(run, groups[part], watch, done, part, len(groups) - 1)
+        file = _finish_part(run, groups[part], watch, file, is_last=part == len(groups) - 1)
+    return file

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -30,21 +30,33 @@ from quantkit.quantization.calibration.running import Finished
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics
 from quantkit.quantization.calibration.tokens import Tokens
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX = "index.json"
 VALUES = {"range", "histogram"}  # statistics that are no arrays
+PLAIN_FIELDS = ("key", "num_tokens", "kind", "reason", "done", "is_finished")  # of `StatisticsFile`
+
+
+BLOCKS, WHOLE, APART = "blocks", "whole", "apart"  # apart: whole, and no input counts as shared
+WAYS = (BLOCKS, WHOLE, APART)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatisticsFile:
-    """The statistics of one model and one text."""
+    """The statistics of one model and one text, as far as they are collected."""
 
     folder: Path
     key: str
-    way: str  # how the model was run: "blocks", or "whole" and the reason
     requested: Mapping[str, frozenset[str]]  # matrix -> names of statistics
-    located: Mapping[str, tuple[int, str]]  # matrix -> (part, first matrix that reads the same input)
     num_tokens: int
+    located: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # matrix -> (part, its input's name)
+    kind: str = BLOCKS  # one of `WAYS` to run the model
+    reason: str | None = None  # why the model is not run block by block
+    done: int = 0  # finished parts
+    is_finished: bool = False
+
+    @property
+    def way(self) -> str:
+        return BLOCKS if self.kind == BLOCKS else f"{WHOLE}: {self.reason}"
 
     @property
     def unreached(self) -> tuple[str, ...]:
@@ -72,23 +84,16 @@ class StatisticsFile:
         )
 
 
-def open_statistics(folder: Path) -> StatisticsFile:
-    """Finished statistics; no tensor is read."""
-    index = read_index(folder)
-    if not index or not index["is_finished"]:
-        raise InputError(
-            "the folder holds no finished statistics" if index else "the folder holds no statistics",
-            where=str(folder),
-            next_step="run the calibration again; it goes on where it was interrupted",
-        )
-    return StatisticsFile(
-        folder=folder,
-        key=index["key"],
-        way=index["way"],
-        requested={matrix: frozenset(names) for matrix, names in index["wanted"].items()},
-        located={matrix: (part, entry) for matrix, (part, entry) in index["located"].items()},
-        num_tokens=index["num_tokens"],
-    )
+def resume(
+    folder: Path, key: str, requested: Mapping[str, frozenset[str]], num_tokens: int
+) -> StatisticsFile:
+    """The statistics of an earlier run with this key, finished or not; without one the folder is emptied."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = read_index(folder)
+    if file is not None and file.key == key:
+        return file
+    clear(folder)
+    return StatisticsFile(folder=folder, key=key, requested=requested, num_tokens=num_tokens)
 
 
 def _part_path(folder: Path, part: int) -> Path:
@@ -100,27 +105,29 @@ def hidden_path(folder: Path, part: int) -> Path:
     return folder / f"hidden_{part:04d}.bin"
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """The index; empty where there is none that this version can read."""
+def read_index(folder: Path) -> StatisticsFile | None:
+    """The statistics in a folder; None where there are none that this version can read."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    is_ours = isinstance(index, dict) and index.get("format_version") == FORMAT_VERSION
-    return index if is_ours else {}
+        return None
+    if not isinstance(index, dict) or index.get("format_version") != FORMAT_VERSION:
+        return None
+    return StatisticsFile(
+        folder=folder,
+        requested={matrix: frozenset(names) for matrix, names in index["wanted"].items()},
+        located={matrix: (part, entry) for matrix, (part, entry) in index["located"].items()},
+        **{name: index[name] for name in PLAIN_FIELDS},
+    )
 
 
-def write_index(file: StatisticsFile, *, is_finished: bool, **resuming: Any) -> None:
-    """Replace the index in one step; `resuming` holds whatever an interrupted run needs to continue."""
+def write_index(file: StatisticsFile) -> None:
+    """Replace the index in one step."""
     index = {
         "format_version": FORMAT_VERSION,
-        "key": file.key,
-        "way": file.way,
         "wanted": {matrix: sorted(names) for matrix, names in file.requested.items()},
         "located": file.located,
-        "num_tokens": file.num_tokens,
-        "is_finished": is_finished,
-        **resuming,
+        **{name: getattr(file, name) for name in PLAIN_FIELDS},
     }
     with _replacing(file.folder / INDEX) as stream:
         stream.write(json.dumps(index).encode())
