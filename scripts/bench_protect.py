@@ -39,7 +39,7 @@ from quantkit.pipeline.quantize import quantize  # noqa: E402
 from quantkit.pipeline.stages.write import write_float_model  # noqa: E402
 from quantkit.private.audit import audit  # noqa: E402
 from quantkit.private.client.connection import connect  # noqa: E402
-from quantkit.private.client.model import generate_split, in_process, open_client  # noqa: E402
+from quantkit.private.client.model import generate_split, open_client  # noqa: E402
 from quantkit.private.host.model import open_host  # noqa: E402
 from quantkit.private.keys import read_token  # noqa: E402
 from quantkit.private.protect import PERMUTED, protect  # noqa: E402
@@ -113,7 +113,7 @@ def timings(recipe: Recipe, rounds: int) -> dict[str, Any]:
             split = partial(generate_split, client, max_new_tokens=NEW_TOKENS, prompts=[prompt])
             subjects: dict[str, Callable[[], Iterator[Any]]] = {
                 "one piece": lambda: generate(decoder, [prompt], max_new_tokens=NEW_TOKENS),
-                "two sides, one process": lambda: split(opener=in_process(host)),
+                "two sides, one process": lambda: split(opener=lambda *, capacity, **_: host.open(capacity)),
                 "two processes, float32": lambda: split(opener=partial(remote, "float32")),
                 "two processes, float16": lambda: split(opener=partial(remote, "float16")),
             }

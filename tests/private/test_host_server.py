@@ -38,7 +38,7 @@ from serving import (
 from websockets.sync.client import connect as websocket_connect
 
 from quantkit.errors import InputError
-from quantkit.private.client.model import generate_split, in_process, open_client
+from quantkit.private.client.model import generate_split, open_client
 from quantkit.private.host.model import open_host
 from quantkit.private.host.server import Limits, listen
 from quantkit.private.protocol import (
@@ -73,7 +73,7 @@ def wanted(pair, client):
 
     def of(number, steps=6):
         if (number, steps) not in known:
-            session = in_process(host)(pair=client.manifest.pair, width=WIDTH, capacity=40)
+            session = host.open(40)
             known[number, steps] = replies(client, session, prompt_of(number), steps)
             session.close()
         return known[number, steps]
@@ -518,10 +518,14 @@ def test_a_port_in_use_is_one_line(pair):
 def test_rows_of_unequal_length_generate_as_alone(pair, client):
     host = open_host(pair.host, threads=1)
     prompts = [prompt_of(number).tolist() for number in (1, 5, 8)]
-    together = list(generate_split(client, in_process(host), prompts, max_new_tokens=5))
+
+    def in_process(*, capacity, **_):
+        return host.open(capacity)
+
+    together = list(generate_split(client, in_process, prompts, max_new_tokens=5))
     for row, prompt in enumerate(prompts):
-        alone = list(generate_split(client, in_process(host), [prompt], max_new_tokens=5))
+        alone = list(generate_split(client, in_process, [prompt], max_new_tokens=5))
         assert [tokens[row] for tokens in together] == [tokens[0] for tokens in alone]
     assert is_free(host)
     with pytest.raises(InputError, match="context"):
-        list(generate_split(client, in_process(host), prompts, max_new_tokens=1 << 20))
+        list(generate_split(client, in_process, prompts, max_new_tokens=1 << 20))

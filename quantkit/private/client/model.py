@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, SideManifest, read_side
-from quantkit.private.host.model import FEATURES, NEW_FEATURES, Host
+from quantkit.private.host.model import FEATURES, NEW_FEATURES
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.graph import open_graph
 
@@ -55,16 +55,6 @@ class Client:
             ["logits"], {NEW_FEATURES: np.ascontiguousarray(features_BTI)}
         )[0]
         return logits_BTV
-
-
-def in_process(host: Host) -> Opener:
-    """Sessions with a host in this process."""
-
-    def opener(*, pair: str, width: int, capacity: int) -> HostedText:
-        assert (pair, width) == (host.pair, host.width), "a client of another model"
-        return host.open(capacity)
-
-    return opener
 
 
 def open_client(folder: Path, *, threads: int | None = None) -> Client:

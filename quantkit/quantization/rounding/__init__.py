@@ -16,8 +16,8 @@ from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import Encoded, Floats
 from quantkit.quantization.rounding.gptq import factorise, with_feedback
 from quantkit.quantization.rounding.gptq_joint import factorise_outputs, with_both_feedbacks
-from quantkit.quantization.rounding.mse import least_weight_error
-from quantkit.quantization.rounding.output_error import input_power, least_output_error
+from quantkit.quantization.rounding.mse import search
+from quantkit.quantization.rounding.output_error import input_power
 from quantkit.quantization.rounding.rtn import round_to_nearest
 
 Prepare = Callable[[InputStatistics, Grid], Any]
@@ -36,9 +36,9 @@ class Fit:
 
 FITS: dict[str, Fit] = {
     "rtn": Fit(encode=round_to_nearest),
-    "mse": Fit(encode=least_weight_error),
+    "mse": Fit(encode=search),
     "output": Fit(
-        encode=least_output_error,
+        encode=search,
         statistics=frozenset({"second_moment"}),
         prepare=input_power,
     ),

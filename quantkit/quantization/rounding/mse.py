@@ -238,7 +238,3 @@ def transposed_blocks(per_block: NDArray[Any], width: int, *, filler: int) -> ND
 
 def _padded(values: Floats, length: int) -> Floats:
     return np.pad(np.asarray(values, np.float32), (0, length - len(values)))
-
-
-def least_weight_error(weight_OI: Floats, grid: Grid, prepared: object = None) -> Encoded:
-    return search(weight_OI, grid)

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from quantkit.plan.formats import Grid
 from quantkit.quantization.calibration.statistics import InputStatistics
-from quantkit.quantization.grid import Encoded, Floats
-from quantkit.quantization.rounding.mse import search
+from quantkit.quantization.grid import Floats
 
 FLOOR = 1e-3  # of the median: a channel that is dead on this text may be active on another
 
@@ -33,7 +32,3 @@ def floored(importance_I: NDArray[np.float64]) -> Floats:
     """Importances with a lower bound."""
     alive_I = importance_I[importance_I > 0]
     return np.asarray(np.maximum(importance_I, FLOOR * np.median(alive_I)), np.float32)
-
-
-def least_output_error(weight_OI: Floats, grid: Grid, prepared: Floats | None) -> Encoded:
-    return search(weight_OI, grid, prepared)

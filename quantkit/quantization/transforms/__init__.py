@@ -17,14 +17,14 @@ from quantkit.quantization.transforms.hadamard import rotate_heads, rotate_resid
 from quantkit.quantization.transforms.permutation import permute
 from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.smoothquant import smooth
-from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.source import Changed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transform:
     """A row of the table."""
 
-    apply: Callable[[ModelMap, TensorSource, TransformSettings], tuple[ModelMap, TransformedTensors]]
+    apply: Callable[[ModelMap, TensorSource, TransformSettings], Changed]
     statistic: str | None = None  # of inputs, from calibration
 
 

@@ -14,7 +14,7 @@ from quantkit.quantization.transforms.basis import Basis, Space
 from quantkit.quantization.transforms.draft import Draft
 from quantkit.quantization.transforms.fold import fold
 from quantkit.quantization.transforms.settings import TransformSettings
-from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.source import Changed
 from quantkit.quantization.transforms.spaces import require_permitted, require_spaces
 
 
@@ -24,7 +24,7 @@ def apply_change(
     changes: Mapping[str, Basis],
     *,
     unties_head: bool = False,
-) -> tuple[ModelMap, TransformedTensors]:
+) -> Changed:
     """The model with each named space in another basis; tensors are computed when they are read."""
     spaces = {space.name: space for space in require_spaces(model_map)}
     for name, basis in changes.items():
@@ -45,41 +45,17 @@ def apply_change(
 
 
 def _put(draft: Draft, space: Space, basis: Basis) -> None:
-    writers, readers = draft.layers(space.writers), draft.layers(space.readers)
-    if space.kind == "norm_output":
-        norm = next(norm for norm in draft.map.norms if norm.name == space.name)
-        draft.write_norm(norm, basis)
-        draft.read(readers, basis)
-    elif space.kind == "ffn_hidden":
-        for layer in writers:
-            if not (basis.kind == "diagonal" and layer.role is Role.FFN_GATE):  # its output is activated
-                draft.write(layer, basis)
-        draft.read(readers, basis)
+    writers, readers_basis = space.writers, basis
+    if space.kind == "ffn_hidden" and basis.kind == "diagonal":  # the output of a gate is activated
+        gates = [layer.name for layer in draft.layers(writers) if layer.role is Role.FFN_GATE]
+        writers = tuple(name for name in writers if name not in gates)
     elif space.kind == "value_heads":
-        _put_in_heads(draft, space, basis)
-    else:
-        _put_in_stream(draft, space, basis)
-
-
-def _put_in_heads(draft: Draft, space: Space, basis: Basis) -> None:
-    for_queries = basis.for_queries(space.head_dim, space.query_group)
-    for layer in draft.layers(space.writers):
-        draft.write(layer, basis)
-    if basis.kind == "head_permutation":
-        for layer in draft.layers(space.aligned):
-            draft.write(layer, for_queries if layer.role is Role.ATTENTION_QUERY else basis)
-    draft.read(draft.layers(space.readers), for_queries)
-
-
-def _put_in_stream(draft: Draft, space: Space, basis: Basis) -> None:
-    for table in draft.map.embeddings:
-        if table.name in space.writers:
-            draft.write_table(table, basis)
-    for layer in draft.layers(space.writers):
-        draft.write(layer, basis)
-    if basis.kind == "permutation":  # before a rotation the gains were folded, and are one
-        for norm in draft.map.norms:
-            if norm.name in space.norms:
-                draft.write_norm(norm, basis)
-    # A tied head reads the table, which is in the new basis already.
-    draft.read([layer for layer in draft.layers(space.readers) if not layer.tied_to], basis)
+        readers_basis = basis.for_queries(space.head_dim, space.query_group)
+        if basis.kind == "head_permutation":
+            for layer in draft.layers(space.aligned):
+                is_query = layer.role is Role.ATTENTION_QUERY
+                draft.write((layer.name,), readers_basis if is_query else basis)
+    elif space.kind == "residual" and basis.kind == "permutation":  # a rotation folds the gains before
+        draft.write(space.norms, basis)
+    draft.write(writers, basis)
+    draft.read(space.readers, readers_basis)

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.model.model_map import Embedding, Layer, ModelMap, Norm, NormKind
+from quantkit.model.model_map import Layer, ModelMap, Norm, NormKind
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.projections import is_transposed, rows_of, weight_name
 from quantkit.quantization.transforms.basis import Action, Doubles
-from quantkit.quantization.transforms.source import AddProduct, Along, Edit, Fill, TransformedTensors
+from quantkit.quantization.transforms.source import AddProduct, Along, Changed, Edit, Fill, TransformedTensors
 
 
 def opened(model_map: ModelMap, source: TensorSource, dtype: Any = np.float32) -> TransformedTensors:
@@ -52,7 +52,7 @@ class Draft:
     def layers(self, names: Collection[str]) -> list[Layer]:
         return [layer for layer in self.map.layers if layer.name in names]
 
-    def finish(self) -> tuple[ModelMap, TransformedTensors]:
+    def finish(self) -> Changed:
         tensors = self.tensors.with_edits(
             {name: tuple(edits) for name, edits in self.edits.items()},
             copies=self.copies,
@@ -61,34 +61,40 @@ class Draft:
         )
         return self.map, tensors
 
-    def write(self, layer: Layer, action: Action) -> None:
-        """Apply the action to a layer's output."""
-        where = rows_of(layer.rows) if layer.is_fused else None
-        axis = 1 if is_transposed(layer) else 0
-        self.edits[weight_name(layer)].append(Along(axis=axis, action=action, where=where))
-        if layer.has_bias:
-            self.edits[f"{layer.matrix}.bias"].append(Along(axis=0, action=action, where=where))
+    def write(self, names: Collection[str], action: Action) -> None:
+        """Apply the action to the output of these layers, tables and norms."""
+        for layer in self.layers(names):
+            where = rows_of(layer.rows) if layer.is_fused else None
+            axis = 1 if is_transposed(layer) else 0
+            self.edits[weight_name(layer)].append(Along(axis=axis, action=action, where=where))
+            if layer.has_bias:
+                self.edits[f"{layer.matrix}.bias"].append(Along(axis=0, action=action, where=where))
+        for table in self.map.embeddings:
+            if table.name in names and table.tied_to is None:
+                self.edits[f"{table.name}.weight"].append(Along(axis=1, action=action))
+        for norm in self.map.norms:
+            if norm.name in names:
+                gain = Along(axis=0, action=action, offset=self.map.norm_gain_offset)
+                self.edits[f"{norm.name}.weight"].append(gain)
+                if norm.num_parameters > norm.features:
+                    self.edits[f"{norm.name}.bias"].append(Along(axis=0, action=action))
 
-    def read(self, layers: Collection[Layer], action: Action, *, inverse: bool = True) -> None:
-        """Apply the action to the input of layers; a matrix that several of them share is changed once."""
-        for matrix in dict.fromkeys(layer.matrix for layer in layers):
-            sharing = [layer for layer in self.map.layers if layer.matrix == matrix]
-            assert all(layer in layers for layer in sharing), f"{matrix}: not all of its rows read this"
-            axis = 0 if is_transposed(sharing[0]) else 1
-            edit = Along(axis=axis, action=action, inverse=inverse)
-            self.edits[weight_name(sharing[0])].append(edit)
+    def read(self, names: Collection[str], action: Action, *, inverse: bool = True) -> None:
+        """Apply the action to the input of these layers.
 
-    def write_table(self, table: Embedding, action: Action) -> None:
-        """Apply the action to the rows of a table."""
-        if table.tied_to is None:
-            self.edits[f"{table.name}.weight"].append(Along(axis=1, action=action))
+        A matrix that several of them share is changed once. A tied head reads a table that is written.
+        """
+        for sharing in self._matrices(names):
+            first = sharing[0]
+            assert all(layer.name in names for layer in sharing), f"{first.matrix}: not all rows read this"
+            if not first.tied_to:
+                axis = 0 if is_transposed(first) else 1
+                self.edits[weight_name(first)].append(Along(axis=axis, action=action, inverse=inverse))
 
-    def write_norm(self, norm: Norm, action: Action) -> None:
-        """Apply the action to a norm's gain and bias."""
-        offset = self.map.norm_gain_offset
-        self.edits[f"{norm.name}.weight"].append(Along(axis=0, action=action, offset=offset))
-        if norm.num_parameters > norm.features:
-            self.edits[f"{norm.name}.bias"].append(Along(axis=0, action=action))
+    def _matrices(self, names: Collection[str]) -> list[list[Layer]]:
+        """The projections of each matrix that holds one of these layers."""
+        matrices = dict.fromkeys(layer.matrix for layer in self.layers(names))
+        return [[layer for layer in self.map.layers if layer.matrix == matrix] for matrix in matrices]
 
     def set_norm(self, norm: Norm, *, as_rms: bool) -> None:
         """Remove a norm's gain and bias, and its centring if its writers do that."""
@@ -104,11 +110,10 @@ class Draft:
             saved = norm.num_parameters - norm.features
             self.map = replace(self.map, norms=norms, num_parameters=self.map.num_parameters - saved)
 
-    def add_to_bias(self, layers: Collection[Layer], vector_I: Doubles) -> None:
+    def add_to_bias(self, names: Collection[str], vector_I: Doubles) -> None:
         """Add the product of each matrix and a norm's bias to the matrix's bias, or give it one."""
-        for matrix in dict.fromkeys(layer.matrix for layer in layers):
-            sharing = [layer for layer in self.map.layers if layer.matrix == matrix]
-            layer, name = sharing[0], f"{matrix}.bias"
+        for sharing in self._matrices(names):
+            layer, name = sharing[0], f"{sharing[0].matrix}.bias"
             product = AddProduct(
                 tensors=self.tensors,
                 weight=weight_name(layer),

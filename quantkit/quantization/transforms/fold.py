@@ -15,7 +15,7 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import Centring, Diagonal, Space
 from quantkit.quantization.transforms.draft import Draft
 from quantkit.quantization.transforms.settings import DEFAULT, TransformSettings
-from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.source import Changed
 from quantkit.quantization.transforms.spaces import no_space, require_permitted, require_spaces
 
 
@@ -24,7 +24,7 @@ def fold(
     source: TensorSource,
     settings: TransformSettings = DEFAULT,
     norms: Collection[str] | None = None,
-) -> tuple[ModelMap, TransformedTensors]:
+) -> Changed:
     """Fold these norms, or all that only linears read; layer norms become RMS norms where all of them can."""
     spaces = require_spaces(model_map)
     outputs = {space.name: space for space in spaces if space.kind == "norm_output"}
@@ -48,29 +48,18 @@ def fold(
     for name in chosen:
         _fold_one(draft, by_name[name], outputs[name], as_rms=centres and name in residual.norms)
     if centres:
-        _centre(draft, residual)
+        draft.write(residual.writers, Centring(width=residual.width))
+        blocks = tuple(replace(block, norm_kind=NormKind.RMS_NORM) for block in draft.map.blocks)
+        draft.map = replace(draft.map, blocks=blocks)
     return draft.finish()
 
 
 def _fold_one(draft: Draft, norm: Norm, space: Space, *, as_rms: bool) -> None:
-    readers = draft.layers(space.readers)
     gain_I = draft.tensors.exact(f"{norm.name}.weight") + draft.map.norm_gain_offset
     if norm.num_parameters > norm.features:
         bias_I = draft.tensors.exact(f"{norm.name}.bias")
         if bias_I.any():
-            draft.add_to_bias(readers, bias_I)
-            readers = draft.layers(space.readers)
+            draft.add_to_bias(space.readers, bias_I)
     if (gain_I != 1).any():
-        draft.read(readers, Diagonal(factors_I=gain_I), inverse=False)
+        draft.read(space.readers, Diagonal(factors_I=gain_I), inverse=False)
     draft.set_norm(norm, as_rms=as_rms)
-
-
-def _centre(draft: Draft, residual: Space) -> None:
-    centring = Centring(width=residual.width)
-    for table in draft.map.embeddings:
-        if table.name in residual.writers:
-            draft.write_table(table, centring)
-    for layer in draft.layers(residual.writers):
-        draft.write(layer, centring)
-    blocks = tuple(replace(block, norm_kind=NormKind.RMS_NORM) for block in draft.map.blocks)
-    draft.map = replace(draft.map, blocks=blocks)

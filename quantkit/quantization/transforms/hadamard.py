@@ -14,19 +14,15 @@ from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import Basis, Doubles, HeadRotation, Rotation
 from quantkit.quantization.transforms.change import apply_change
-from quantkit.quantization.transforms.settings import DEFAULT, TransformSettings
-from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.settings import TransformSettings
+from quantkit.quantization.transforms.source import Changed
 from quantkit.quantization.transforms.spaces import no_space, require_spaces
 
 LARGEST_FACTOR = 128  # larger powers of two are split into factors, which is as exact and much cheaper
 LARGEST_PALEY = 512
 
 
-def rotate_residual(
-    model_map: ModelMap,
-    source: TensorSource,
-    settings: TransformSettings = DEFAULT,
-) -> tuple[ModelMap, TransformedTensors]:
+def rotate_residual(model_map: ModelMap, source: TensorSource, settings: TransformSettings) -> Changed:
     """Rotate the residual stream, after folding its norms."""
     residual = next(space for space in require_spaces(model_map) if space.kind == "residual")
     basis = random_hadamard(residual.width, settings.seed) if residual.width else None
@@ -34,11 +30,7 @@ def rotate_residual(
     return apply_change(model_map, source, changes, unties_head=settings.unties_head)
 
 
-def rotate_heads(
-    model_map: ModelMap,
-    source: TensorSource,
-    settings: TransformSettings = DEFAULT,
-) -> tuple[ModelMap, TransformedTensors]:
+def rotate_heads(model_map: ModelMap, source: TensorSource, settings: TransformSettings) -> Changed:
     """Rotate the values of every head, between its value and its output projection."""
     changes: dict[str, Basis] = {}
     for number, space in enumerate(require_spaces(model_map)):

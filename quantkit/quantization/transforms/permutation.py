@@ -16,7 +16,7 @@ from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import BasisKind, Order, Permutation, Space, head_permutation
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.settings import DEFAULT, TransformSettings
-from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.source import Changed
 from quantkit.quantization.transforms.spaces import no_space, require_known, require_spaces
 
 Orders = Callable[[str, int], Order]  # name of the order, number of places -> order
@@ -30,7 +30,7 @@ def permute(
     spaces: Collection[str] | None = None,
     moves_heads: bool = False,
     orders: Orders | None = None,
-) -> tuple[ModelMap, TransformedTensors]:
+) -> Changed:
     """Permute these spaces, or all that permit it; values within their head, or whole heads.
 
     `orders` gives every order in place of the seed.

@@ -23,7 +23,7 @@ from quantkit.quantization.transforms.basis import Basis, Diagonal, Doubles, Spa
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.draft import opened
 from quantkit.quantization.transforms.settings import ChannelStatistics, TransformSettings
-from quantkit.quantization.transforms.source import TransformedTensors
+from quantkit.quantization.transforms.source import Changed, TransformedTensors
 from quantkit.quantization.transforms.spaces import require_known, require_spaces
 
 Rule = Literal["smoothquant", "awq"]
@@ -36,7 +36,7 @@ def smooth(
     source: TensorSource,
     settings: TransformSettings,
     rule: Rule = "smoothquant",
-) -> tuple[ModelMap, TransformedTensors]:
+) -> Changed:
     """Scale all spaces that permit it and whose readers have statistics.
 
     The statistics are peaks for "smoothquant" and mean magnitudes for "awq".

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.transforms.basis import (
     Action,
@@ -226,6 +227,9 @@ class TransformedTensors:
             added={**self.added, **added},
             removed=self.removed | removed,
         )
+
+
+Changed = tuple[ModelMap, TransformedTensors]  # the result of every transform
 
 
 def _mixes_rows(edit: Edit) -> bool:

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from quantkit.plan.formats import Grid
 from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.grid import decode_all, to_bytes
-from quantkit.quantization.rounding.mse import least_weight_error, search
+from quantkit.quantization.rounding.mse import search
 from quantkit.quantization.rounding.output_error import FLOOR, input_power
 from quantkit.quantization.rounding.rtn import round_to_nearest
 
@@ -99,7 +99,7 @@ def test_equal_importance_is_none(grid):
     ones = search(weight_OI, grid, np.ones(96, np.float32))
     assert (alike.codes == ones.codes).all()
     assert (alike.scales == ones.scales).all()
-    found = errors_of(least_weight_error(weight_OI, grid), weight_OI, np.ones(96), grid)
+    found = errors_of(search(weight_OI, grid), weight_OI, np.ones(96), grid)
     assert errors_of(ones, weight_OI, np.ones(96), grid).sum() <= found.sum() * 1.01
 
 
@@ -120,7 +120,7 @@ def test_an_input_of_no_importance_is_clipped_for_the_others():
 def test_the_runtime_multiplies_with_negative_scales(block, rows):
     columns, outputs = 3 * block - 8, 37
     grid, weight_OI = Grid(bits=4, block=block), weights(outputs, columns)
-    made = least_weight_error(weight_OI, grid)
+    made = search(weight_OI, grid)
     assert (made.scales < 0).any()
     assert (made.scales > 0).any()
     assert (made.codes == -8).any()
