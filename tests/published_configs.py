@@ -1,4 +1,4 @@
-"""Published configs, made tiny: sizes shrink, every flag and every ratio that decides the computation stays."""
+"""Published configs, made tiny: sizes shrink; flags and ratios that decide the computation stay."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def write_tiny(name: str, folder: Path) -> Any:
             model = cls(known).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return model

@@ -25,7 +25,7 @@ def reference_model(source: Source) -> Any:
         str(source.folder),
         dtype=torch.float32,
         use_safetensors=True,
-        # Fused attention of transformers 4.57 leaves out Gemma 2's cap, GPT-2's scale by layer, and parts of ALiBi.
+        # Fused attention of transformers 4.57 leaves out Gemma 2's cap and GPT-2's scale by layer.
         attn_implementation="eager",
     )
     return model.eval()

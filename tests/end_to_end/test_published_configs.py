@@ -1,4 +1,4 @@
-"""Configs of published models: the float graph agrees with transformers, or the model is refused before work."""
+"""Configs of published models: the float graph agrees with transformers, or the model is refused."""
 
 from __future__ import annotations
 
