@@ -21,9 +21,13 @@ def reference_model(source: Source) -> Any:
     """The model of the folder in float32 and evaluation mode."""
     assert source.folder is not None
     cls = named_class(source) or transformers.AutoModelForCausalLM
-    # The fused attention kernel of transformers 4.57 leaves out Gemma 2's cap on attention scores.
-    capped = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
-    model = cls.from_pretrained(str(source.folder), dtype=torch.float32, use_safetensors=True, **capped)
+    model = cls.from_pretrained(
+        str(source.folder),
+        dtype=torch.float32,
+        use_safetensors=True,
+        # Fused attention of transformers 4.57 leaves out Gemma 2's cap and GPT-2's scale by layer.
+        attn_implementation="eager",
+    )
     return model.eval()
 
 

@@ -47,28 +47,30 @@ DECODER, ENCODER = "decoder", "encoder"
 def trace(
     folder: Path, out_dir: Path, *, model_type: str, architecture: str, trust_remote_code: bool = False
 ) -> tuple[Path, ...]:
-    """The files of the model in `folder`, with a cache where it generates text."""
-    if architecture in OWN_ENCODER_DECODERS:
-        with _quiet():
-            return trace_parts(reference_model(open_source(str(folder))), out_dir, opset=OPSET)
-    task = _supported_task(folder, model_type, architecture)
-    with _quiet():
-        from optimum.exporters.onnx import main_export
+    """The files of the model in `folder`, with a cache where it generates text.
 
+    The model is loaded here and not by optimum, so that it is the reference that accuracy is compared with.
+    """
+    is_own = architecture in OWN_ENCODER_DECODERS
+    task = "" if is_own else _supported_task(folder, model_type, architecture)
+    source = open_source(str(folder), trust_remote_code=trust_remote_code)
+    if is_own:
+        with _quiet():
+            return trace_parts(reference_model(source), out_dir, opset=OPSET)
+    with _quiet():
+        from optimum.exporters.onnx import onnx_export_from_model
+
+        model = reference_model(source)
+        model.config.use_cache = task.endswith("-with-past")
         try:
-            main_export(
-                str(folder),
+            onnx_export_from_model(
+                model,
                 out_dir,
                 task=task,
                 opset=OPSET,
-                dtype="fp32",
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
                 do_validation=False,  # the lowered file is compared with the original instead
                 no_post_process=True,  # else it would fold two decoders into one file with branches
             )
-        except InputError:
-            raise
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             raise InputError(
                 f"the tracing exporter failed ({type(error).__name__}: {str(error)[:300]})",
