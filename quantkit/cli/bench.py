@@ -38,7 +38,7 @@ def bench(
     artifact = load(folder, threads=threads)
     output_format = "json" if as_json else "table"
     if not providers:
-        from quantkit.report.reruns import rerun_page
+        from quantkit.report.measurements import rerun_page
 
         benchmark = artifact.benchmark(prompt=prompt, decode=decode, quiet=False)
         document = rerun_json(

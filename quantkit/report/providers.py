@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quantkit.report.figures import BAR_CELLS, bar, figures, megabytes, percent
-from quantkit.report.measurements import machine_line
-from quantkit.report.reruns import artifact_line
+from quantkit.report.measurements import artifact_line, machine_line
 from quantkit.report.tables import Page, Table
 
 Json = Mapping[str, Any]
