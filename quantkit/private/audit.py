@@ -42,7 +42,7 @@ from quantkit.private.protect import (
 )
 from quantkit.private.sides import host_side
 from quantkit.progress import Progress
-from quantkit.quantization.grid import decode_all, middle
+from quantkit.quantization.grid import Floats, decode_all, middle
 from quantkit.quantization.projections import weight_of
 from quantkit.quantization.rounding.rtn import round_to_nearest
 from quantkit.quantization.transforms.basis import Order, Space
@@ -50,7 +50,6 @@ from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe
 from quantkit.runtime.graph import MODEL_FILE
 
-Floats = NDArray[np.float32]
 Correct = NDArray[np.bool_]
 MAX_TOKENS = 4096  # drawn from the vocabulary
 CLIENT_GRID = Grid(block=128)  # of the embedding table; no client's is coarser

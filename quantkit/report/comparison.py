@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.report.figures import figures, megabytes
-from quantkit.report.tables import Page, Table
+from quantkit.report.tables import Json, Page, Table
 
-Json = Mapping[str, Any]
 PACKAGES = ("onnxruntime",)  # packages whose version decides speed and, by kernels, accuracy
 LARGEST_DRIFT = 0.10  # of the float reference's time between two runs; beyond it a warning is shown
 # Paths in a report that two comparable figures agree in.

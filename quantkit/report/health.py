@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from quantkit.report.tables import Page, table_of
+from quantkit.report.tables import Cells, Page, table_of
 
 GIB = 1 << 30
-Cells = Mapping[str, Callable[[Mapping[str, Any]], str]]
 PROVIDERS: Cells = {
     "provider": lambda provider: str(provider["name"]),
     "usable": lambda provider: "yes" if provider["usable"] else "no",

@@ -10,9 +10,8 @@ from typing import Any
 
 from quantkit.report.alarms import MEMORY_PEAKS
 from quantkit.report.figures import figures, megabytes, with_error
-from quantkit.report.tables import Page, Table
+from quantkit.report.tables import Json, Page, Table
 
-Json = Mapping[str, Any]
 Row = tuple[str, str, str, str]  # metric, reference, quantized, change
 SPREAD = ("median", "lowest", "quartiles", "highest", "runs")
 NONE = "-"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from quantkit.errors import InputError
 from quantkit.report.document import Report
+from quantkit.report.tables import Json
 
-Json = Mapping[str, Any]
 AGAIN = "quantize again to write a new report"
 
 
