@@ -142,7 +142,7 @@ def attack(
     weights: str,
     is_given: bool = False,
 ) -> tuple[Recovered, ...]:
-    """Recovers what it can from a host's file, in the first, the middle and the last block."""
+    """Recovers permutations from a host's file, in the first, the middle and the last block."""
     both = Weights(model_map=model_map, host=read_blocks(path), public=public)
     count = len(model_map.blocks)
     blocks = sorted({0, count // 2, count - 1})

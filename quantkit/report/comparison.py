@@ -40,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedArtifact:
-    """Figures of one artifact under the keys of `METRICS`, and their ratios to those of the first."""
+    """Figures of one artifact under the keys of `METRICS`, and ratios to the first artifact."""
 
     folder: str  # as the user gave it
     model: str

@@ -134,7 +134,7 @@ def _size_json(size: Size) -> dict[str, Any]:
 
 
 def _accuracy_json(accuracy: Accuracy) -> dict[str, Any]:
-    """The record's fields, those of perplexity and of the protocol under a key each."""
+    """The record's fields, with perplexity and protocol as objects of their own."""
     fields = to_json(accuracy)
     protocol = {key: fields.pop(key) for key in PROTOCOL}
     reference, quantized = (_perplexity(name, fields.pop(name)) for name in ("reference", "quantized"))

@@ -50,7 +50,7 @@ def read_report(folder: Path) -> Report:
 
 
 def damaged(folder: Path, error: Exception) -> InputError:
-    """The error of a report.json whose parts are not those of a report."""
+    """The error of a report.json that does not fit the record."""
     return InputError(
         f"not a report ({type(error).__name__}: {error})",
         where=str(folder / "report.json"),
