@@ -51,7 +51,13 @@ def calibration_tokens(
     if source is not None and source.suffix.lower() == ".npy":
         ids = _read_ids(source)
     else:
-        ids = np.asarray(encode(_read_text(source)), np.int64)
+        text = read_text(
+            source,
+            bundled="calibration.txt",
+            flag="--calibration-text",
+            allowed="a text file in UTF-8, or token ids in .npy",
+        )
+        ids = np.asarray(encode(text), np.int64)
     require_known_ids(ids, vocab_size, where=where)
     random = np.random.default_rng(seed)
     if ids.ndim == 2:
@@ -97,28 +103,23 @@ def _too_short(num_tokens: int, needed: int, where: str) -> InputError:
     )
 
 
-def _read_text(source: Path | None) -> str:
+def read_text(source: Path | None, *, bundled: str, flag: str, allowed: str = "a text file in UTF-8") -> str:
+    """The user's text, or a bundled one; `flag` and `allowed` are for the error message."""
     if source is None:
-        bundled = resources.files("quantkit") / "assets" / "demo" / "calibration.txt"
-        return bundled.read_text(encoding="utf-8")
+        return (resources.files("quantkit") / "assets" / "demo" / bundled).read_text(encoding="utf-8")
+    text = fault = ""
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(source, f"cannot be read ({error})") from error
+        fault = f"cannot be read ({error})"
     if "\0" in text:  # two-byte encodings of plain English decode without an error, with zeros between
-        raise _unreadable(source, "holds zero bytes, which no text in UTF-8 does")
+        fault = "holds zero bytes, which no text in UTF-8 does"
     if not text.strip():
-        raise _unreadable(source, "the calibration text is empty")
+        fault = fault or "the text is empty"
+    if fault:
+        next_step = f"check {flag}, or save the file again as UTF-8"
+        raise InputError(fault, where=str(source), allowed=allowed, next_step=next_step)
     return text
-
-
-def _unreadable(source: Path, what: str) -> InputError:
-    return InputError(
-        what,
-        where=str(source),
-        allowed="a text file in UTF-8, or token ids in .npy",
-        next_step="check --calibration-text, or save the file again as UTF-8",
-    )
 
 
 def _read_ids(source: Path) -> Tokens:
