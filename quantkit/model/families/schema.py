@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quantkit.errors import InputError
 from quantkit.model.model_map import (
     EmbeddingKind,
     NormKind,
@@ -37,9 +38,17 @@ class ByConfig:
 
 
 def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:
-    """A fact of a row under a config, of which several fields may decide it; an unknown value raises."""
+    """A fact of a row under a config, of which several fields may decide it."""
     while isinstance(fact, ByConfig):
-        fact = fact.values[config.get(fact.key, fact.absent)]
+        value = config.get(fact.key, fact.absent)
+        if value not in tuple(fact.values):
+            raise InputError(
+                f"{fact.key} is {value!r}",
+                where="config.json",
+                allowed=", ".join(map(repr, fact.values)),
+                next_step="transformers has no such model; a checkpoint with code of its own may mean another",
+            )
+        fact = fact.values[value]
     return fact
 
 
