@@ -1,12 +1,15 @@
 """The command line: one file a verb, with its flags, the call, and what it prints.
 
 Heavy imports happen inside the verb that needs them. Exit codes: 0 done, 1 a bar was missed or a check found
-a problem, 2 the input was wrong (one line on stderr).
+a problem, 2 the input was wrong (one line on stderr), 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+
+import typer
 
 # In the order in which --help lists the verbs.
 from quantkit.cli import inspect  # isort: skip
@@ -23,6 +26,7 @@ from quantkit.cli import protect  # isort: skip
 from quantkit.cli import serve_host  # isort: skip
 from quantkit.cli.app import app
 from quantkit.errors import InputError
+from quantkit.runtime.machine.disk import FULL
 
 __all__ = [
     "app", "bench", "compare", "doctor", "evaluate", "generate", "inspect", "lm_eval", "main", "package",
@@ -33,14 +37,33 @@ WRONG_INPUT = 2
 
 def main() -> None:
     """Run, and turn every wrong input into one line and exit code 2."""
+    stopped_by = [int(signal.SIGINT)]
+
+    def stop(number: int, _: object) -> None:
+        """Ends as Ctrl-C does, which cleans up; a second signal ends at once."""
+        signal.signal(number, signal.SIG_DFL)
+        stopped_by[0] = number
+        raise KeyboardInterrupt
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, stop)
     try:
         code = app(standalone_mode=False)
     except InputError as error:
         _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort) as error:
+        cause = error if isinstance(error, KeyboardInterrupt) else error.__context__
+        notes = getattr(cause, "__notes__", ["nothing was written"])
+        print(f"quantkit: stopped; {notes[0]}", file=sys.stderr)
+        sys.exit(128 + stopped_by[0])
     except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
         sys.stderr.close()
         sys.exit(0)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            _refuse(f"the disk is full: {error.filename or 'no file is named'}; next: free some space")
         if not hasattr(error, "format_message"):  # a defect of quantkit keeps its traceback
             raise
         message = " ".join(error.format_message().split())

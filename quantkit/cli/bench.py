@@ -44,12 +44,13 @@ def bench(
         document = rerun_json(
             artifact.described,
             size={"artifact_bytes": artifact.size_bytes},
-            latency=[benchmark.latency],
+            latency=[benchmark.latency] if benchmark.latency else [],
             memory=benchmark.memory,
             environment=environment(),
-            notes=benchmark.notes,
+            notes=(*benchmark.notes, *benchmark.failures),
         )
         show(document, rerun_page(document), output_format)
+        finish(not benchmark.failures)
         return
     from quantkit.report.providers import providers_page
 

@@ -12,7 +12,6 @@ positions.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +48,7 @@ from quantkit.quantization.transforms.basis import Order, Space
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe
 from quantkit.runtime.graph import MODEL_FILE
+from quantkit.runtime.machine.disk import temporary_folder
 
 Correct = NDArray[np.bool_]
 MAX_TOKENS = 4096  # drawn from the vocabulary
@@ -122,11 +122,11 @@ def audit(recipe: Recipe, *, host: Path, key_file: Path, permutes: Collection[st
     }
     for name, plan in plans.items():
         for compared in (("residual",), ("residual", "ffn", "values")):
-            with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+            with temporary_folder() as folder:
                 weights = in_secret_order(prepared.model_map, prepared.weights, key, compared)
                 side = host_side(prepared.model_map, plan, contents_for(recipe, prepared.model_map, plan))
-                write_host(side, weights, Path(folder), recipe)
-                path = Path(folder) / MODEL_FILE
+                write_host(side, weights, folder, recipe)
+                path = folder / MODEL_FILE
                 results.extend(attack(model_map, given.weights, path, key, compared, weights=name))
     discard(prepared)
     return tuple(results)

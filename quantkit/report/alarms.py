@@ -27,6 +27,7 @@ def alarms_of(document: Json) -> tuple[str, ...]:
         *_budget_alarms(document),
         *_latency_alarms(document),
         *_memory_alarms(document.get("memory", {})),
+        *(f"NOT MEASURED: {failure}" for failure in document.get("failures", ())),
     )
 
 

@@ -76,6 +76,7 @@ class Report:
     recipe_sha256: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
     notes: tuple[str, ...] = ()  # measurements that were not possible, each with its reason
+    failures: tuple[str, ...] = ()  # measurements that ended in an error, each with its reason
     fit: str = "rtn"
     transforms: tuple[str, ...] = ()
     layer_losses: tuple[LayerLoss, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap
 from quantkit.quantization.calibration.tokens import calibration_tokens, context_length
 from quantkit.recipe import Recipe
+from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
 # Letters: N windows, T tokens.
@@ -36,9 +36,9 @@ def calibration_windows(
     windows = windows or recipe.calibration.windows
     if recipe.random_weights:
         return random_windows(recipe, model_map, windows=windows, length=length)
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+    with temporary_folder() as folder:
         return calibration_tokens(
-            encode=_encoder(source, Path(folder)),
+            encode=_encoder(source, folder),
             vocab_size=model_map.vocab_size or 0,
             source=Path(recipe.calibration.text).expanduser() if recipe.calibration.text else None,
             num_windows=windows,
