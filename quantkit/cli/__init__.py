@@ -9,8 +9,6 @@ from __future__ import annotations
 import signal
 import sys
 
-import typer
-
 # In the order in which --help lists the verbs.
 from quantkit.cli import inspect  # isort: skip
 from quantkit.cli import quantize  # isort: skip
@@ -37,27 +35,27 @@ WRONG_INPUT = 2
 
 def main() -> None:
     """Run, and turn every wrong input into one line and exit code 2."""
-    stopped_by = [int(signal.SIGINT)]
+    stopped_by: list[int] = []
 
     def stop(number: int, _: object) -> None:
-        """Ends as Ctrl-C does, which cleans up; a second signal ends at once."""
+        """Cleans up as any exception does; a second signal ends at once."""
         signal.signal(number, signal.SIG_DFL)
-        stopped_by[0] = number
-        raise KeyboardInterrupt
+        stopped_by.append(number)
+        sys.exit(128 + number)
 
-    for name in ("SIGTERM", "SIGHUP"):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        if number and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+        if number and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
     try:
         code = app(standalone_mode=False)
     except InputError as error:
         _refuse(str(error))
-    except (KeyboardInterrupt, typer.Abort) as error:
-        cause = error if isinstance(error, KeyboardInterrupt) else error.__context__
-        notes = getattr(cause, "__notes__", ["nothing was written"])
-        print(f"quantkit: stopped; {notes[0]}", file=sys.stderr)
-        sys.exit(128 + stopped_by[0])
+    except SystemExit as ending:
+        if stopped_by:
+            notes = getattr(ending, "__notes__", ["nothing was written"])
+            print(f"quantkit: stopped; {notes[0]}", file=sys.stderr)
+        raise
     except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
         sys.stderr.close()
         sys.exit(0)

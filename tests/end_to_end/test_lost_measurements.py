@@ -85,7 +85,7 @@ def test_the_disk_of_the_output_is_full(small_disk):
 
 def test_no_room_beside_the_artifact_for_the_float_reference(small_disk):
     """The disk is filled while the reference is written, after its size was found to fit."""
-    folder = small_disk("9m")
+    folder = small_disk("20m")
     code = """
 from quantkit.pipeline.stages import float_reference
 float_reference.float_bytes = lambda _: 1
@@ -144,7 +144,7 @@ def test_a_stopped_run_cleans_up_and_goes_on(number, tmp_path):
     )
     assert "Traceback" not in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "temporary"]
-    assert list(temporary.iterdir()) == []
+    assert not list(temporary.glob("quantkit*"))
     assert list(cache.glob("statistics/*/*/index.json")), "the next run continues from here"
     again = subprocess.run(
         [*command, "-o", str(tmp_path / "out")], env=environment, capture_output=True, text=True, check=False

@@ -316,7 +316,7 @@ def resumable(resolved: Resolved) -> Iterator[None]:
     """Note at an interrupt that its statistics are kept, if there are any."""
     try:
         yield
-    except KeyboardInterrupt as stop:
+    except (KeyboardInterrupt, SystemExit) as stop:
         folders = [resolved.statistics] if resolved.statistics else HELD
         if any(folder.is_dir() and any(folder.iterdir()) for folder in folders):
             stop.add_note("the same command goes on from the calibration that is done")
