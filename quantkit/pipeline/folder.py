@@ -76,18 +76,33 @@ def new_artifact(output: Path, *, force: bool, kind: str = "folder") -> Iterator
 
 
 def claim(folder: Path, *, locks: Path) -> Path:
-    """`folder`, locked until this process ends; while another process holds the lock, a folder beside it."""
+    """`folder`, locked until this process ends; while another process holds the lock, a folder beside it.
+
+    Folders beside it whose process has ended are removed.
+    """
     if LOCKS is None or folder in HELD:
         return folder
     locks.mkdir(parents=True, exist_ok=True)
+    if not _hold(folder, locks):
+        beside = folder.with_name(f"{folder.name}-{os.getpid()}")
+        _hold(beside, locks)
+        return beside
+    for beside in folder.parent.glob(f"{folder.name}-*"):
+        if beside not in HELD and _hold(beside, locks):
+            _remove(beside)
+    return folder
+
+
+def _hold(folder: Path, locks: Path) -> bool:
+    """Lock a folder until this process ends, unless another process has it."""
     lock = open_lock(locks / f"{folder.name}.lock")
     try:
         LOCKS.flock(lock, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
     except OSError:
         os.close(lock)
-        return folder.with_name(f"{folder.name}-{os.getpid()}")
+        return False
     HELD[folder] = lock
-    return folder
+    return True
 
 
 def _recover(output: Path, replaced: Path) -> None:

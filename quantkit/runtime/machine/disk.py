@@ -118,11 +118,17 @@ def _remove_stale(parent: Path) -> None:
 def open_lock(path: Path) -> int:
     """A descriptor of a lock file, which is empty; a link and a file of another content are refused."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    descriptor = os.open(path, flags, 0o666)
+    not_ours = InputError(
+        "not a lock of quantkit", where=str(path), next_step="move this file, or choose another output"
+    )
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise not_ours from error
+        raise
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_size:
         os.close(descriptor)
-        raise InputError(
-            "not a lock of quantkit", where=str(path), next_step="move this file, or choose another output"
-        )
+        raise not_ours
     return descriptor
