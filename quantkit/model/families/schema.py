@@ -46,7 +46,7 @@ def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:
                 f"{fact.key} is {value!r}",
                 where="config.json",
                 allowed=", ".join(map(repr, fact.values)),
-                next_step="transformers has no such model; a checkpoint with code of its own may mean another",
+                next_step="a checkpoint with code of its own may mean another value",
             )
         fact = fact.values[value]
     return fact
