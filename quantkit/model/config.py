@@ -55,8 +55,11 @@ def spelled_for(raw: Mapping[str, Any], transformers_major: int) -> dict[str, An
     }
     spelled["rope_theta"] = full["rope_theta"]
     spelled["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
-    if scaling.get("rope_type") == "longrope" and "original_max_position_embeddings" in scaling:
-        spelled["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    original = scaling.get("original_max_position_embeddings")
+    if scaling.get("rope_type") == "longrope" and original is not None:  # read outside of rope_scaling alone
+        spelled["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
+    if spelled.get("model_type") == "phi3" and spelled["rope_scaling"]:  # checks for its old name
+        scaling["type"] = scaling.pop("rope_type")
     if "partial_rotary_factor" in full:
         spelled["partial_rotary_factor"] = full["partial_rotary_factor"]
     if spelled.get("model_type") == "gpt_neox":  # the one family with names of its own for both

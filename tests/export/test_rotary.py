@@ -79,6 +79,10 @@ def model_of(family, changes):
     sizes = {**FAMILIES[family].tiny, **SIZES, **json.loads(json.dumps(changes))}
     if family == "gpt_neox":
         del sizes["head_dim"]
+    if family == "phi3" and "rope_type" in (
+        sizes.get("rope_scaling") or {}
+    ):  # its published configs' spelling
+        sizes["rope_scaling"]["type"] = sizes["rope_scaling"].pop("rope_type")
     return build_tiny(FAMILIES[family].tiny_class, sizes)
 
 

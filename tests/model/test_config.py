@@ -20,7 +20,7 @@ SIZES = {
     "head_dim": 16,
     "sliding_window": 8,
 }
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [3.0] * 4}
+LONGROPE = {"short_factor": [1.5] * 4, "long_factor": [3.0] * 4}
 PAIRS = {
     "gemma3_text": (
         {
@@ -44,10 +44,15 @@ PAIRS = {
         {"rope_parameters": {"rope_theta": 20000.0, "partial_rotary_factor": 0.5, "rope_type": "default"}},
     ),
     "phi3": (
-        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16, "max_position_embeddings": 40},
+        {
+            "rope_scaling": {"type": "longrope", **LONGROPE},
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 40,
+        },
         {
             "rope_parameters": {
                 **LONGROPE,
+                "rope_type": "longrope",
                 "rope_theta": 1e4,
                 "original_max_position_embeddings": 16,
             },
