@@ -286,8 +286,9 @@ class ModelMap:
 
         LongRoPE ends where its factors for long texts begin: both cannot share one cache of keys.
         """
-        rows = [table.num_rows for table in self.embeddings if table.kind is EmbeddingKind.POSITION]
-        limits = [count - self.position_offset for count in rows] or [self.max_positions]
+        tables = [table for table in self.embeddings if table.kind is EmbeddingKind.POSITION]
+        limits: list[int | None] = [table.num_rows - self.position_offset for table in tables]
+        limits = limits or [self.max_positions]
         limits += [attention.rope_limit for block in self.blocks for attention in block.attentions]
         return min((limit for limit in limits if limit), default=None)
 
