@@ -89,6 +89,7 @@ def describe_block(walk: Walk, place: Place, layers: list[Layer]) -> Block:
 
 def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, key: Layer) -> Attention:
     facts, is_cross = walk.config.raw, query.is_cross_attention
+    config: Any = walk.module.config
     module = walk.module.get_submodule(query.matrix.rpartition(".")[0])
     head_dim = head_dim_of(module)
     norms: Norms = read_fact(place.stack.norms, facts)
@@ -104,7 +105,7 @@ def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, 
         position=position,
         is_cross=is_cross,
         is_causal=not is_cross and _is_causal(module, place.stack, facts),
-        window=walk.module.config.sliding_window if has_window else None,
+        window=config.sliding_window if has_window else None,
         softcap=facts.get("attn_logit_softcapping") if family.softcaps_scores else None,
         has_query_key_norm=any(norm.place is NormPlace.QUERY for norm in norms.values()),
         scale=_scale(module, head_dim, place.index),
