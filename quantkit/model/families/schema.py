@@ -102,7 +102,7 @@ class Family:
     scales_tied_head: bool | ByConfig = False  # a tied head reads its input times 1 / sqrt(hidden)
     position_offset: int = 0  # rows before the first position
     counts_from_padding: bool = False  # positions begin behind row `pad_token_id`, and padding has that row
-    windows: Literal["none", "every layer", "layer_types"] = "none"  # layers that config.sliding_window narrows
+    windows: Literal["none", "every layer", "layer_types"] = "none"  # which layers have config.sliding_window
     softcaps_scores: bool = False  # by config.attn_logit_softcapping
     softcaps_logits: bool = False  # by config.final_logit_softcapping
     names: Mapping[str, str] = field(default_factory=dict)  # newer module name -> name in checkpoints
