@@ -30,7 +30,6 @@ from quantkit.pipeline.stages.resolve import Resolved
 from quantkit.progress import Progress
 from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.statistics import InputStatistics
-from quantkit.quantization.calibration.tokens import context_length
 from quantkit.quantization.dead_units import dead_units
 from quantkit.quantization.projections import weight_of
 from quantkit.recipe import Recipe
@@ -97,7 +96,7 @@ def ffn_units(
             next_step="'quantkit inspect' lists its projections",
         )
     weights = open_weights(source, model_map, random_weights=False)
-    length = min(LENGTH, max_tokens, context_length(model_map) or LENGTH)
+    length = min(LENGTH, max_tokens, model_map.context or LENGTH)
     recipe = with_options(
         Recipe(model=model),
         {

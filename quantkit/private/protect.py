@@ -22,7 +22,6 @@ from quantkit.export.check import Placement, check_models
 from quantkit.export.fused.split import emit_blocks, emit_embedding, emit_head
 from quantkit.export.genai import CONFIG_FILE
 from quantkit.export.graph import save
-from quantkit.export.rotary import context_of
 from quantkit.model.model_map import ModelMap, to_json
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.folder import (
@@ -247,7 +246,7 @@ def write_host(
         checkpoint,
         target=TARGETS[recipe.target],
         keeps_weights_outside=keeps_outside,
-        metadata={"kind": HOST, "max_positions": context_of(side.model_map)},
+        metadata={"kind": HOST, "max_positions": side.model_map.context},
     )
     save(graph, folder / MODEL_FILE)
     if not keeps_outside:
@@ -313,7 +312,7 @@ def write_manifests(
         "quantkit": quantkit.__version__,
         "pair": pair,
         "width": model_map.hidden_size,
-        "context": context_of(model_map) or DEFAULT_CONTEXT,
+        "context": model_map.context or DEFAULT_CONTEXT,
     }
     client = {
         "model": model_map.name,

@@ -12,7 +12,7 @@ from quantkit.errors import InputError
 from quantkit.model.companions import make_fast_tokenizer
 from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap
-from quantkit.quantization.calibration.tokens import calibration_tokens, context_length
+from quantkit.quantization.calibration.tokens import calibration_tokens
 from quantkit.recipe import Recipe
 from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
@@ -30,7 +30,7 @@ def calibration_windows(
     length: int | None = None,
 ) -> Tokens:
     """Windows of the calibration text [N, T]; random ids for random weights, which no text fits."""
-    context = context_length(model_map)
+    context = model_map.context
     length = length or recipe.calibration.length
     length = length if context is None else min(length, context)
     windows = windows or recipe.calibration.windows

@@ -40,7 +40,6 @@ from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.quick import quick_peaks
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics, StatisticsOf
 from quantkit.quantization.calibration.store import StatisticsFile
-from quantkit.quantization.calibration.tokens import context_length
 from quantkit.quantization.grid import decode_all
 from quantkit.quantization.rounding import FITS
 from quantkit.quantization.rounding.rtn import round_to_nearest
@@ -200,7 +199,7 @@ def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tupl
     resolved, model_map = prepared.resolved, prepared.model_map
     recipe = resolved.recipe
     notes: tuple[str, ...] = ()
-    length = min(QUICK_LENGTH, context_length(model_map) or QUICK_LENGTH)
+    length = min(QUICK_LENGTH, model_map.context or QUICK_LENGTH)
     try:
         windows_NT = calibration_windows(
             recipe, resolved.source, model_map, windows=QUICK_WINDOWS, length=length

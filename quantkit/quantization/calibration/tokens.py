@@ -15,20 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.model.model_map import EmbeddingKind, ModelMap
 
 # Letters: B windows, T tokens of a window, N tokens of the text, R and C rows and columns of a user's ids.
 Tokens = NDArray[np.int64]
 NUM_WINDOWS, LENGTH = 32, 512
 BUNDLED = "bundled calibration text"
-
-
-def context_length(model_map: ModelMap) -> int | None:
-    """The longest window of the model; None where its positions have no limit."""
-    for table in model_map.embeddings:
-        if table.kind is EmbeddingKind.POSITION:
-            return table.num_rows - model_map.position_offset
-    return model_map.max_positions
 
 
 def calibration_tokens(
