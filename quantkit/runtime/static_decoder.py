@@ -119,8 +119,8 @@ class StaticRow:
         for past in self.decoder.decode.get_inputs():
             if past.name.startswith(PAST):
                 new = values[past.name.replace(PAST, PRESENT)]
-                # Empty places repeat the first: their scores are hidden by a finite number, and codes that
-                # stand for no key at all may score higher than that.
+                # Empty places repeat the first: graphs of older artifacts add no more than -50 to a hidden
+                # score, and codes that stand for no key at all may score higher than that.
                 cache = self.caches[past.name] = np.empty(past.shape, TYPES[past.type])
                 cache[:] = new[:, :, :1]
                 cache[:, :, : len(ids)] = new[:, :, : len(ids)]

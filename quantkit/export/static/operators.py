@@ -2,9 +2,11 @@
 
 Each step is a form that NPU compilers take for one operation of theirs: a product of two dimensions with its
 bias, heads side by side in four, an activation with an operator of its own. Batch is 1, and a value between
-blocks is [tokens, features]. Hidden places are marked by a finite number, because the range of a value
-decides its rounding and an infinite one leaves nothing of it. Every node has a name, so that ranges that
-calibration finds in one graph of a model hold in its other graphs.
+blocks is [tokens, features]. Every node has a name, so that ranges that calibration finds in one graph of a
+model hold in its other graphs.
+
+A mask is added to the scores of attention: 0 for visible places, HIDDEN for hidden ones. Its values are named
+`mask/...`, and `quantize_static` replaces HIDDEN by a number that fits the ranges of the scores.
 
 NPUs multiply with one scale for each output channel. Weights that a checkpoint holds on that grid stay code
 by code; other grids and float weights become floats here, and `quantize_static` rounds them.
@@ -37,7 +39,8 @@ from quantkit.quantization.layout import HALVES, Checkpoint, Contents, Pack, Tab
 
 Floats = NDArray[np.float32]
 EMBEDDING = "embedding"
-HIDDEN = -50.0  # added to a hidden score: e^-50 is nothing beside any visible score
+MASK = "mask/"
+HIDDEN = -3e4  # twice, for padding that comes later too, it is still a number of 16 bits
 ACTIVATIONS: dict[Activation, tuple[str, dict[str, Any]]] = {
     Activation.RELU: ("Relu", {}),
     Activation.GELU: ("Gelu", {}),
@@ -77,9 +80,9 @@ class StaticOperators:
         mask = graph.input("attention_mask", TensorProto.INT32, [1, total])
         if self.shape.past:
             self.positions = graph.input("position_ids", TensorProto.INT32, [1, self.shape.tokens])
-        values = self.constant("hidden_shown", [HIDDEN, 0])
-        values = graph.op("Gather", values, mask, name="mask/values", axis=0)
-        self.shown = self.reshape("mask/row", values, 1, 1, 1, total)
+        values = self.constant(f"{MASK}hidden_shown", [HIDDEN, 0])
+        values = graph.op("Gather", values, mask, name=f"{MASK}values", axis=0)
+        self.shown = self.reshape(f"{MASK}row", values, 1, 1, 1, total)
 
     def label(self, name: str) -> str:
         return name
@@ -251,11 +254,11 @@ class StaticOperators:
 
     def causal_mask(self, group: int) -> str:
         """Added to scores, [1, 1, group x tokens, total]: hides padding and later tokens."""
-        shape, name = self.shape, f"mask/{group}"
+        shape, name = self.shape, f"{MASK}{group}"
         if name not in self.graph.labels:
             later = np.arange(shape.total)[None, :] > np.arange(shape.tokens)[:, None] + shape.past
             rows = np.tile(np.where(later, np.float32(HIDDEN), np.float32(0)), (group, 1))
-            later_rows = self.constant(f"mask/later/{group}", rows[None, None])
+            later_rows = self.constant(f"{MASK}later/{group}", rows[None, None])
             self.graph.op("Add", self.shown, later_rows, name=name)
         return f"{name}/out0"
 

@@ -11,6 +11,10 @@ goes, and the sums of residuals and the scores of attention are where 8 bits hur
 in front and another behind it does not compile for every NPU, so values are converted between two operators.
 Keys and values leave and enter as codes, so that the host moves bytes without knowing their grid.
 
+Scores of attention end at a floor, below which a place has no weight beside any peak of calibration. A hidden
+score is moved to the lowest code of the masked scores, `SOFTMAX_REACH` below that floor: whatever the scores,
+a hidden place never wins and its own score changes nothing.
+
 Weights have one scale for each output channel, biases 32 bits on the grid of their products' sums. Static
 ranges and 16-bit activations beside 8-bit weights: https://arxiv.org/abs/2106.08295.
 """
@@ -29,6 +33,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError
+from quantkit.export.static.operators import MASK
 
 Ranges = Mapping[str, tuple[float, float, float]]  # lowest, highest, least peak of a row
 TYPES = {(8, False): TensorProto.UINT8, (16, False): TensorProto.UINT16, (16, True): TensorProto.INT16}
@@ -109,6 +114,8 @@ class _Quantizer:
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     readers: dict[str, list[onnx.NodeProto]] = field(default_factory=lambda: defaultdict(list))
     grids: dict[str, ValueGrid] = field(default_factory=dict)  # of values
+    score_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)  # of attention
+    hidden: float = 0.0  # added to a hidden score
     narrowed: set[str] = field(default_factory=set)  # products of another width than the rest
     weight_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # by dequantized name
     dequantized: dict[str, str] = field(default_factory=dict)  # value -> the name that its readers read
@@ -121,6 +128,9 @@ class _Quantizer:
         for node in graph.node:
             for name in node.input:
                 self.readers[name].append(node)
+        self.score_ranges = self.ranges_of_scores()
+        widths = [max(high, 0.0) - low for low, high in self.score_ranges.values()]
+        self.hidden = -2 * max(widths, default=0.0)  # beyond the lowest code, wherever a score lies
         if self.bits.products != self.bits.values:
             weights = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
             weights |= set(self.constants)
@@ -264,10 +274,20 @@ class _Quantizer:
         return self.over(name)
 
     def over(self, name: str) -> ValueGrid:
-        low, high, peak = self.ranges[name]
-        if any(node.op_type == "Softmax" for node in self.readers[name]):
-            low = max(low, peak - SOFTMAX_REACH)  # what lies below is cut off there, hidden scores too
-        return ValueGrid.over(low, high, self.bits.values)
+        low, high, _ = self.ranges[name]
+        low, high = self.score_ranges.get(name, (low, high))
+        return ValueGrid.over(self.hidden if name.startswith(MASK) else low, high, self.bits.values)
+
+    def ranges_of_scores(self) -> dict[str, tuple[float, float]]:
+        """Lowest and highest of the scores and of their sums with the mask, hidden ones left out."""
+        ranges = {}
+        for node in self.model.graph.node:
+            if _adds_mask(node):
+                scores, masked = node.input[0], node.output[0]
+                (lowest, _, _), (_, high, peak) = self.ranges[scores], self.ranges[masked]
+                floor = min(max(lowest, peak - SOFTMAX_REACH), 0.0)
+                ranges[scores], ranges[masked] = (floor, high), (floor - SOFTMAX_REACH, high)
+        return ranges
 
     def narrow(self, name: str) -> ValueGrid:
         """The grid of a value inside of products."""
@@ -296,7 +316,8 @@ class _Quantizer:
 
     def constant_grid(self, name: str, width: int | None = None) -> ValueGrid:
         values = numpy_helper.to_array(self.constants[name])
-        return ValueGrid.over(float(values.min()), float(values.max()), width or self.bits.values)
+        low = self.hidden if name.startswith(MASK) else float(values.min())
+        return ValueGrid.over(low, float(values.max()), width or self.bits.values)
 
     def weight(self, name: str, weight_IO: NDArray[np.float32], node: onnx.NodeProto) -> str:
         """Eight bits, one scale for each output; large enough for the bias to have a code."""
@@ -366,6 +387,11 @@ class _Quantizer:
         self.initializers[name] = numpy_helper.from_array(
             np.ascontiguousarray(values).reshape(values.shape), name
         )
+
+
+def _adds_mask(node: onnx.NodeProto) -> bool:
+    """Whether the node adds a mask to scores, and not a mask to a mask."""
+    return node.input[-1].startswith(MASK) and not node.name.startswith(MASK)
 
 
 def _is_transposed(node: onnx.NodeProto) -> bool:

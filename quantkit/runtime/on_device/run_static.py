@@ -32,7 +32,7 @@ def generate(ids: list[int]) -> Iterator[int]:
     place, waiting, choose = len(ids[:SIZE]), ids[SIZE:], device.chooser(OPTIONS)
     for name, past in device.pasts(NEXT[0]).items():
         new = outputs[name.replace("past_key_values", "present")]
-        # Empty places repeat the first: they are masked, but codes that stand for no key may score high.
+        # Empty places repeat the first: older graphs hide scores by -50, and other codes may score higher.
         caches[name] = np.repeat(new[:, :, :1], past.shape[2], axis=2)
         caches[name][:, :, :place] = new[:, :, :place]
     while True:

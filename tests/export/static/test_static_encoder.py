@@ -183,7 +183,13 @@ def by_formula(model, ranges, bits, feeds):
     """The outputs when every value is rounded where it is made, in float64."""
     found = {name: value.astype(np.int64) for name, value in feeds.items()}
     constants = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
-    scored = {node.input[0] for node in model.graph.node if node.op_type == "Softmax"}
+    masked = {node.input[0] for node in model.graph.node if node.op_type == "Softmax"}
+    scores = {name: node.input[0] for node in model.graph.node for name in node.output if name in masked}
+    # Scores more than 16 below the least peak weigh nothing, and hidden ones lie another 16 below these.
+    floors = {name: max(ranges[scores[name]][0], ranges[name][2] - 16) for name in masked}
+    lows = {scores[name]: floor for name, floor in floors.items()}
+    lows |= {name: floor - 16 for name, floor in floors.items()}
+    highs = {read: ranges[name][1] for name in masked for read in (name, scores[name])}
     for node in model.graph.node:
         inputs = [found[name] if name in found else constants[name] for name in node.input]
         for place, name in enumerate(node.input):
@@ -192,7 +198,9 @@ def by_formula(model, ranges, bits, feeds):
             if node.op_type in ("Gemm", "MatMul") and place == 1:
                 scale = np.maximum(np.abs(inputs[place]).max(axis=0) / 127, 1e-30)
                 inputs[place] = np.round(inputs[place] / scale) * scale
-            elif node.op_type != "Gemm":  # whose bias has 32 bits
+            elif (
+                node.op_type != "Gemm" and inputs[place].min() > -1e4
+            ):  # a bias has 32 bits, a mask two values
                 values = inputs[place].astype(np.float64)
                 inputs[place] = rounded(values, values.min(), values.max(), bits)
         attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
@@ -201,13 +209,11 @@ def by_formula(model, ranges, bits, feeds):
         else:
             outputs = [OPERATORS[node.op_type](*inputs, **attributes)]
         for name, value in zip(node.output, outputs, strict=True):
-            low, high, peak = ranges[name]
+            low, high = lows.get(name, ranges[name][0]), highs.get(name, ranges[name][1])
             if node.op_type == "Softmax":
                 low, high = 0, 1
             elif node.op_type == "Tanh":
                 low, high = -1, 1
-            elif name in scored:
-                low = max(low, peak - 16)  # e^-16 beside the largest is nothing
             is_moved = node.op_type in ("Reshape", "Transpose", "Split", "Gather")
             found[name] = value if is_moved else rounded(value, low, high, bits)
     return {each.name: found[each.name] for each in model.graph.output}
