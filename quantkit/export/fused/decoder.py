@@ -26,6 +26,18 @@ from quantkit.model.model_map import Attention, Block, ModelMap, NormPlace, Posi
 from quantkit.plan.targets import Target
 from quantkit.quantization.layout import Checkpoint, Contents, Pack, TableEntry
 
+HEAD_MULTIPLE = 8  # of GroupQueryAttention
+
+
+def why_not_fused(model_map: ModelMap) -> str | None:
+    """Why this model has no fused graph, or None when it has."""
+    sizes = {attention.head_dim for block in model_map.blocks for attention in block.attentions}
+    uneven = [size for size in sizes if size % HEAD_MULTIPLE]
+    reason = why_not(model_map)
+    if reason is None and uneven:
+        reason = f"its heads of {uneven[0]} are no multiple of {HEAD_MULTIPLE}, as fused attention needs"
+    return reason
+
 
 def emit_decoder(
     model_map: ModelMap,
@@ -37,7 +49,7 @@ def emit_decoder(
     metadata: Mapping[str, Any],
 ) -> onnx.ModelProto:
     """The whole decoder with its cache, as one graph."""
-    reason = why_not(model_map)
+    reason = why_not_fused(model_map)
     if reason:
         raise InputError(f"no fused graph for it: {reason}", where=model_map.name)
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)

@@ -80,6 +80,12 @@ def trace(
     return tuple(sorted(out_dir.glob("*.onnx")))
 
 
+def require_traceable(folder: Path, *, model_type: str, architecture: str) -> None:
+    """Raise where nothing here traces this architecture, before any work."""
+    if architecture not in OWN_ENCODER_DECODERS:
+        _supported_task(folder, model_type, architecture)
+
+
 def why_not_trace() -> str | None:
     """Why nothing can be traced in this environment, or None."""
     try:

@@ -23,13 +23,13 @@ from quantkit.errors import InputError
 from quantkit.export.check import Placement, check_models, held_bytes
 from quantkit.export.decoder import why_not
 from quantkit.export.encoder import why_not_encoder
-from quantkit.export.fused.decoder import emit_decoder
+from quantkit.export.fused.decoder import emit_decoder, why_not_fused
 from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import ModelProto, load, save
 from quantkit.export.half import to_half
 from quantkit.export.traced.lower import lower
-from quantkit.export.traced.trace import trace
+from quantkit.export.traced.trace import require_traceable, trace
 from quantkit.export.traffic import Traffic, to_metadata, traffic_of
 from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, tokenizer_files
 from quantkit.model.linears import LINEARS
@@ -104,9 +104,9 @@ class Exported:
         return held_bytes(self.folder, self.paths)
 
 
-def kind_of(model_map: ModelMap) -> str:
-    """How a model is exported: as a fused "decoder" or "encoder", or "traced"."""
-    if why_not(model_map) is None:
+def kind_of(model_map: ModelMap, target: Target = TARGETS[DEFAULT_TARGET]) -> str:
+    """How a model is exported: as an emitted "decoder" or "encoder", or "traced"."""
+    if (why_not if target.is_static else why_not_fused)(model_map) is None:
         return "decoder"
     blocks = [block for block in model_map.blocks if block.stack == "decoder"]
     if any(
@@ -141,13 +141,9 @@ def projection_formats(
 def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: None) -> Exported:
     """Quantize and export with dynamic shapes."""
     assert not job.profile.is_static, "export_static writes these"
-    kind = kind_of(job.model_map)
-    if job.profile.is_half and kind == "traced":
-        raise InputError(
-            f"{job.model_map.architecture} is traced, and only fused graphs are written in half precision",
-            where=f"--target {job.target}",
-            next_step="leave --target out",
-        )
+    kind = kind_of(job.model_map, job.profile)
+    if kind == "traced":
+        require_tracing(job.model_map, job.target, job.original)
     contents = contents_of(
         job.model_map,
         job.plan,
@@ -193,6 +189,24 @@ def export_float(job: ExportJob, folder: Path, *, count: Count = lambda _: None)
     plan = choose(job.model_map, min_dim=NOTHING)
     unrounded = replace(job, plan=plan, target=DEFAULT_TARGET, fit=PLAIN, layers={}, keeps_checkpoint=False)
     return export_dynamic(unrounded, folder, count=count)
+
+
+def require_tracing(model_map: ModelMap, target: str, original: Path | None) -> None:
+    """Raise where a model that is not emitted cannot be traced either; costs no work on its weights."""
+    traced = f"{model_map.architecture} must be traced ({why_not_fused(model_map)})"
+    if TARGETS[target].is_half:
+        raise InputError(
+            f"{traced}, and only fused graphs are written in half precision",
+            where=f"--target {target}",
+            next_step="leave --target out",
+        )
+    if original is None:
+        raise InputError(
+            f"{traced}, and that needs its weights in a folder",
+            where=model_map.name,
+            next_step="give a local folder with safetensors instead of --random-weights",
+        )
+    require_traceable(original, model_type=model_map.model_type, architecture=model_map.architecture)
 
 
 def float_bytes(model_map: ModelMap) -> int:
@@ -250,12 +264,7 @@ def _trace(
     job: ExportJob, contents: Contents, checkpoint: Checkpoint, metadata: Mapping[str, Any]
 ) -> tuple[dict[str, ModelProto], bool]:
     """(lowered graphs by file name, whether they read one checkpoint beside them)."""
-    if job.original is None:
-        raise InputError(
-            f"{job.model_map.architecture} must be traced, and that needs its weights in a folder",
-            where=job.model_map.name,
-            next_step="give a local folder with safetensors instead of --random-weights",
-        )
+    assert job.original is not None, "require_tracing"
     with tempfile.TemporaryDirectory(prefix="quantkit-", dir=checkpoint.path.parent) as traced:
         paths = trace(
             job.original,

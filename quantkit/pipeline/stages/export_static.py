@@ -138,7 +138,7 @@ def export_static(job: ExportJob, folder: Path, *, count: Count = lambda _: None
     """Quantize and export with fixed shapes; every file is read again and checked against the plan."""
     assert job.static.prompt is not None, "lengths are decided when the recipe is resolved"
     assert job.windows_NT is not None
-    kind, bits = kind_of(job.model_map), static_bits(job.scheme)
+    kind, bits = kind_of(job.model_map, job.profile), static_bits(job.scheme)
     assert (bits is not None) == job.profile.rounds_values
     contents = static_contents(job)
     checkpoint, losses = write_rounded(job, contents, folder, count)

@@ -19,7 +19,7 @@ from quantkit.model.load import Source, open_source
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.stages.export import kind_of, projection_formats, require_tensors
+from quantkit.pipeline.stages.export import kind_of, projection_formats, require_tensors, require_tracing
 from quantkit.pipeline.stages.min_dim import with_measured_sizes
 from quantkit.pipeline.stages.static_recipe import settle_static, static_notes
 from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
@@ -67,7 +67,7 @@ def resolve(
     model_map = inspect_source(source)
     if recipe.keep_latent:
         model_map = _with_latents(recipe, model_map, source)
-    kind = kind_of(model_map)
+    kind = kind_of(model_map, TARGETS[recipe.target])
     recipe = with_defaults(settle_static(recipe, model_map, kind), model_map, kind)
     shape_times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
@@ -81,6 +81,8 @@ def resolve(
             next_step="; ".join(notes) or f"'quantkit inspect {name}' lists their sizes; lower --min-dim",
         )
     require_possible(recipe, model_map, kind)
+    if kind == "traced":
+        require_tracing(model_map, recipe.target, None if recipe.random_weights else source.folder)
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
     formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
     require_tensors(contents_of(model_map, plan, formats), weights, name)
