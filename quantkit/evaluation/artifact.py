@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 
 from quantkit.errors import InputError
 from quantkit.export.check import held_bytes
@@ -64,21 +65,37 @@ def open_measured(folder: Path, *, threads: int | None = None, provider: str | N
     return open_session(folder, threads=threads, provider=provider, with_all_logits=with_all_logits)
 
 
-def why_not_measured(folder: Path) -> str | None:
-    """Reason why an artifact reads no text, or None; traced graphs may have other inputs.
+def run_once(folder: Path, name: str) -> str:
+    """Run every graph of a new artifact on two tokens, and a decoder on one token more.
 
-    A file that cannot be loaded raises another error.
+    Graphs that do not run are refused. The answer is why a sound artifact reads no text, or "".
     """
+    ids = np.ones((1, 2), np.int64)
     try:
         session = open_session(folder)
+        if session.generates:
+            batch = session.begin(ids.tolist(), 1)
+            outputs = [batch.read().copy(), batch.step(ids[:, 0], [0])]
+        else:
+            outputs = [session.logits(ids)]
     except NotTextError as error:
         return str(error)
-    if not session.generates:
-        try:
-            session.logits(np.ones((1, 2), np.int64))
-        except InputError as error:
-            return str(error)
-    return None
+    except Exception as error:  # onnxruntime's own exceptions share no useful base class
+        raise _not_running(" ".join(str(error).split())[:300], name) from error
+    for output in outputs:
+        if len(output) != 1 or session.vocab_size not in (None, output.shape[-1]):
+            raise _not_running(f"its output has the shape {list(output.shape)}", name)
+        if not np.isfinite(output).all():
+            raise _not_running("its outputs are not finite", name)
+    return ""
+
+
+def _not_running(reason: str, name: str) -> InputError:
+    return InputError(
+        f"the written graph does not run with onnxruntime {onnxruntime.__version__} ({reason})",
+        where=name,
+        next_step="another --scheme or --target may run; please report the model's config.json",
+    )
 
 
 def stored_recipe(folder: Path) -> Recipe:

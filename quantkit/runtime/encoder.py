@@ -113,7 +113,7 @@ def encode(
     feeds["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
     missing = [name for name in encoder.inputs if name not in feeds]
     if missing:
-        raise InputError(
+        raise NotTextError(
             f"the graph also needs {', '.join(missing)}",
             where="inputs",
             allowed="a graph of token ids, their mask, types and positions",

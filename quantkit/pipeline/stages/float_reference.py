@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 
 from quantkit.errors import InputError
-from quantkit.evaluation.artifact import open_artifact, why_not_measured
+from quantkit.evaluation.artifact import open_artifact, run_once
 from quantkit.evaluation.measure import Measured, attempt, measure
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.pipeline.stages.export import float_bytes
 from quantkit.pipeline.stages.write import Written, write_float
+from quantkit.plan.targets import TARGETS
 from quantkit.recipe import Measure
 
 CONFIG_FILES = ("config.json", "generation_config.json")  # they name a decoder's first token
@@ -38,17 +39,26 @@ class Twin:
     failures: tuple[str, ...] = ()  # why it could not be written
 
 
+def why_not_run(written: Written, folder: Path) -> str:
+    """Run the written graphs once; why that is not possible on this machine, or ""."""
+    if written.exported.num_bytes > psutil.virtual_memory().available:
+        return "its weights do not fit into the free memory"
+    try:
+        # A tracer may write graphs of other inputs than text.
+        return run_once(folder, written.prepared.resolved.model_map.name)
+    except InputError as error:
+        if not TARGETS[written.recipe.target].is_half:
+            raise
+        return str(error)  # the CPU has no kernels of half precision for some operators
+
+
 @contextmanager
 def float_twin(written: Written, folder: Path) -> Iterator[Twin]:
     """The original as the same graph in float32, where it is needed and memory and disk allow."""
-    resolved, wanted = written.prepared.resolved, written.recipe.measure
-    if not measures_anything(wanted):
-        yield Twin(is_measured=False)
-        return
-    # A tracer may write graphs of other inputs than text.
-    reason = why_not_measured(folder) if written.exported.kind == "traced" else None
-    if reason:
-        note = f"the model is exported and checked, but not measured: {reason}"
+    resolved = written.prepared.resolved
+    reason = why_not_run(written, folder)
+    if reason or not measures_anything(written.recipe.measure):
+        note = reason and f"the model is exported and checked, but was not run here: {reason}"
         yield Twin(is_measured=False, note=note)
         return
     size = float_bytes(resolved.model_map)
