@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 
 from quantkit.errors import InputError
 from quantkit.export.check import held_bytes
@@ -81,7 +80,8 @@ def run_once(folder: Path, name: str) -> str:
     except NotTextError as error:
         return str(error)
     except Exception as error:  # onnxruntime's own exceptions share no useful base class
-        raise _not_running(" ".join(str(error).split())[:300], name) from error
+        reason = error.what if isinstance(error, InputError) else str(error)
+        raise _not_running(" ".join(reason.split())[:300], name) from error
     for output in outputs:
         if len(output) != 1 or session.vocab_size not in (None, output.shape[-1]):
             raise _not_running(f"its output has the shape {list(output.shape)}", name)
@@ -92,7 +92,7 @@ def run_once(folder: Path, name: str) -> str:
 
 def _not_running(reason: str, name: str) -> InputError:
     return InputError(
-        f"the written graph does not run with onnxruntime {onnxruntime.__version__} ({reason})",
+        f"the written graph does not run: {reason}",
         where=name,
         next_step="another --scheme or --target may run; please report the model's config.json",
     )

@@ -41,7 +41,7 @@ def not_finite(path):
     ],
 )
 def test_a_graph_that_does_not_load_is_no_artifact(family, target, broken, tmp_path, monkeypatch):
-    refuse(family, target, broken, not_loading, "Unheard", tmp_path, monkeypatch)
+    refuse(family, target, broken, not_loading, "ONNXRuntimeError", tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
@@ -60,7 +60,7 @@ def refuse(family, target, broken, damage, reason, tmp_path, monkeypatch):
         return exported
 
     monkeypatch.setattr(stage, "export", damaged)
-    with pytest.raises(InputError, match=f"does not run with onnxruntime .*{reason}"):
+    with pytest.raises(InputError, match=f"does not run: .*{reason}"):
         quantize(
             tmp_path / "model",
             output=tmp_path / "out",
