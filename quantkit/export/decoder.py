@@ -31,7 +31,6 @@ def why_not(model_map: ModelMap) -> str | None:
     ]
     strays += [norm.name for norm in model_map.norms if norm.place in (NormPlace.EMBEDDING, NormPlace.OTHER)]
     strays += [parameter.name for parameter in model_map.unmapped]
-    odd = [each.rotary_dim for each in attentions if each.rotary_dim is not None and each.rotary_dim % 2]
     has_encoder = any(block.stack != "decoder" for block in model_map.blocks)
     reasons = {
         "its family has no row in the table": model_map.family is None,
@@ -39,7 +38,7 @@ def why_not(model_map: ModelMap) -> str | None:
         "it has no language-model head": all(layer.role is not Role.LM_HEAD for layer in model_map.layers),
         f"its positions are of kind {', '.join(positions)}": bool(positions),
         "its attention looks in both directions": not all(attention.is_causal for attention in attentions),
-        f"it rotates {odd[0] if odd else 0} numbers of a head, and not pairs": bool(odd),
+        "it rotates no part of its heads": any(attention.rotary_dim == 0 for attention in attentions),
         "its blocks are shared": any(block.calls > 1 for block in model_map.blocks),
         "its FFN has an activation without a fused operator": not activations <= set(ACTIVATION_OPS),
         f"'{strays[0] if strays else ''}' has no place in a fused graph": bool(strays),
