@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.errors import InputError
+from quantkit import files
 from quantkit.evaluation.accuracy import Ints
 from quantkit.recipe import Measure
 from quantkit.runtime.tokenizer import open_text
@@ -21,15 +21,7 @@ def read_text(measure: Measure) -> tuple[str, str]:
         bundled = resources.files("quantkit") / "assets" / "demo" / "evaluation.txt"
         return bundled.read_text(encoding="utf-8"), "bundled held-out text"
     path = Path(measure.text).expanduser()
-    try:
-        return path.read_text(encoding="utf-8"), path.name
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"cannot be read ({error})",
-            where=str(path),
-            allowed="a text file in UTF-8",
-            next_step="check --text",
-        ) from error
+    return files.read_text(path, allowed="a text file in UTF-8", next_step="check --text"), path.name
 
 
 def encoded_text(measure: Measure, folder: Path) -> tuple[Ints, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import importlib
 import os
 import shutil
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from quantkit.errors import InputError
+from quantkit.runtime.manifest import MANIFEST
 
-MANIFEST = "manifest.json"
 LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 HELD: dict[Path, IO[str]] = {}  # claimed folder -> open lock file
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
@@ -150,16 +149,6 @@ def cannot_write(output: Path, error: OSError) -> InputError:
         where=str(output),
         next_step="choose a place that you may write to with -o; nothing was kept",
     )
-
-
-def hash_files(folder: Path) -> dict[str, str]:
-    """Path in the folder -> SHA-256, of every file but the manifest."""
-    hashes = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            with path.open("rb") as file:
-                hashes[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
 
 
 def folder_bytes(folder: Path) -> int:

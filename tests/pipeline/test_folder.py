@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.pipeline.folder import MANIFEST, claim, folder_bytes, hash_files, new_artifact
+from quantkit.pipeline.folder import claim, folder_bytes, new_artifact
+from quantkit.runtime.manifest import MANIFEST, hash_files
 
 pytestmark = pytest.mark.once
 SCRIPT = """

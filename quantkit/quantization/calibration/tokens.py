@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit import files
 from quantkit.errors import InputError
 from quantkit.model.model_map import EmbeddingKind, ModelMap
 
@@ -21,6 +22,8 @@ from quantkit.model.model_map import EmbeddingKind, ModelMap
 Tokens = NDArray[np.int64]
 NUM_WINDOWS, LENGTH = 32, 512
 BUNDLED = "bundled calibration text"
+ALLOWED = "a text file in UTF-8, or token ids in .npy"
+NEXT_STEP = "check --calibration-text, or save the file again as UTF-8"
 
 
 def context_length(model_map: ModelMap) -> int | None:
@@ -101,10 +104,7 @@ def _read_text(source: Path | None) -> str:
     if source is None:
         bundled = resources.files("quantkit") / "assets" / "demo" / "calibration.txt"
         return bundled.read_text(encoding="utf-8")
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(source, f"cannot be read ({error})") from error
+    text = files.read_text(source, allowed=ALLOWED, next_step=NEXT_STEP)
     if "\0" in text:  # two-byte encodings of plain English decode without an error, with zeros between
         raise _unreadable(source, "holds zero bytes, which no text in UTF-8 does")
     if not text.strip():
@@ -113,24 +113,16 @@ def _read_text(source: Path | None) -> str:
 
 
 def _unreadable(source: Path, what: str) -> InputError:
-    return InputError(
-        what,
-        where=str(source),
-        allowed="a text file in UTF-8, or token ids in .npy",
-        next_step="check --calibration-text, or save the file again as UTF-8",
-    )
+    return InputError(what, where=str(source), allowed=ALLOWED, next_step=NEXT_STEP)
 
 
 def _read_ids(source: Path) -> Tokens:
-    try:
+    allowed = "an array of whole numbers written by numpy.save"
+    with files.reading(
+        source, "cannot be read as token ids", allowed=allowed, next_step="check --calibration-text"
+    ):
+        files.require_regular(source)
         ids: NDArray[Any] = np.load(source, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(
-            f"cannot be read as token ids ({error})",
-            where=str(source),
-            allowed="an array of whole numbers written by numpy.save",
-            next_step="check --calibration-text",
-        ) from error
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
         shape = f"{ids.dtype} of {ids.ndim} dimensions" if isinstance(ids, np.ndarray) else "several arrays"
         raise InputError(
