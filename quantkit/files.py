@@ -79,6 +79,8 @@ def parse_json(
         if not isinstance(document, dict):
             raise TypeError(f"it holds {type(document).__name__} and not an object")
         require_shallow(document)
+        if "\\ud" in str(text).lower():  # halves of a character cannot be printed or written
+            json.dumps(document, ensure_ascii=False).encode()
     return document
 
 

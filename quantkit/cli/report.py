@@ -8,12 +8,11 @@ from quantkit.cli.app import ArtifactFolder, AsJson, OutputFormat, app, check_fo
 @app.command()
 def report(folder: ArtifactFolder, output_format: OutputFormat = "table", as_json: AsJson = False) -> None:
     """Show an artifact's report again."""
-    from quantkit.files import reading
     from quantkit.report.quantization import quantization_page
-    from quantkit.report.stored import AGAIN, read_document
+    from quantkit.report.stored import read_document, showing
 
     output_format = check_format("json" if as_json else output_format)
     document = read_document(folder)
-    with reading(folder / "report.json", "not a report", next_step=AGAIN):
+    with showing(folder):
         page = quantization_page(document)
     show(document, page, output_format)

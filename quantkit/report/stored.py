@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -33,9 +34,14 @@ def read_document(folder: Path) -> dict[str, Any]:
 def read_report(folder: Path) -> Report:
     """The report of an artifact folder."""
     document = read_document(folder)
-    with reading(folder / "report.json", "not a report", next_step=AGAIN):
+    with showing(folder):
         report: Report = record_of(Report, _as_fields(document))
     return report
+
+
+def showing(folder: Path) -> AbstractContextManager[None]:
+    """A fault within is one of the folder's report.json, whose parts are not those of a report."""
+    return reading(folder / "report.json", "not a report", next_step=AGAIN)
 
 
 def record_of(kind: Any, value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from quantkit.errors import InputError
-from quantkit.files import read_json, reading
+from quantkit.files import expect, read_json, reading
 
 MANIFEST = "manifest.json"
 LARGE_BYTES = 8 << 20
@@ -31,6 +31,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(
         folder / MANIFEST, allowed=WRITTEN, next_step="check the path, or copy the folder again"
     )
+    for key, kind in (("versions", dict), ("scheme", str), ("target", str)):
+        expect(manifest, key, kind, where=folder / MANIFEST)
     files, sums = manifest.get("files"), manifest.get("sums", {})
     for hashes in (files, sums):
         if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):

@@ -27,7 +27,8 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the model begins a text with."""
-        return list(self.tokenizer.encode(text).ids)
+        with reading(TOKENIZER_FILE, "it cannot encode the text"):
+            return list(self.tokenizer.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:
         """The text without special tokens."""
@@ -65,6 +66,6 @@ def token_ids(content: Mapping[str, object], key: str, *, where: Path) -> tuple[
     """Token ids of a config: none, one, or a list."""
     value = content.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+    if not all(type(token) is int and -1 <= token < 1 << 31 for token in ids):
         raise InputError(f"'{key}' is {value!r}", where=str(where), allowed="a token id, or a list of them")
     return tuple(ids)

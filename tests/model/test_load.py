@@ -84,6 +84,8 @@ def test_broken_config(folder):
     (folder / "config.json").write_text("{")
     assert "not JSON" in refused(folder)
     (folder / "config.json").write_text("[1]")
+    assert "not an object" in refused(folder)
+    (folder / "config.json").write_text("{}")
     assert "model_type" in refused(folder)
 
 
