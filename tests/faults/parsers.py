@@ -281,7 +281,7 @@ PARSERS: dict[str, Parser] = {
     "statistics": Parser("statistics", "part_0001.safetensors", TENSORS, read_statistics),
     "host manifest": Parser("host", "manifest.json", JSON, read_host),
     "host graph": Parser("host", "model.onnx", ONNX, read_host),
-    "key": Parser("", "key.json", JSON, read_key),
+    "key": Parser("", "key.json", JSON, read_key, (CORPUS / "key.json").read_bytes()),
     "token": Parser("", "host.token", mutations.text_files, read_secret_token, b"a-token-of-some-length\n"),
     "opening message": Parser("", "opening", TENSORS, answer_opening, _opening()),
     "features message": Parser("", "features", TENSORS, answer_features, _features()),
