@@ -1,4 +1,4 @@
-"""A disk that is full, of ten sizes in three places: one line, exit code 2 or a whole artifact, nothing half."""
+"""Full disks of ten sizes in three places: one line and exit code 2, or a whole artifact; nothing half."""
 
 from __future__ import annotations
 
@@ -38,23 +38,28 @@ def test_a_full_disk(place, kilobytes, tmp_path, record_property):
         "TMPDIR": str(small if place == "temporary" else tmp_path),
     }
     quantize = [
-        sys.executable, "-m", "quantkit.cli", "quantize", str(CORPUS / "model"), "--min-dim", "1", "--fit", "gptq",
+        sys.executable, "-m", "quantkit.cli", "quantize", str(CORPUS / "model"), "--min-dim", "1",
+        "--fit", "gptq",
         "--calibration-windows", "2", "--calibration-length", "8", "--max-tokens", "64", "-o", str(output),
     ]  # fmt: skip
     # The disk goes with the process, so what it holds is listed from inside.
-    listed = [*quantize[:1], "-c", f"import subprocess, sys, os; code = subprocess.run({quantize!r}).returncode; "
-              f"print('left:', sorted(os.listdir({str(output)!r})) if os.path.exists({str(output)!r}) else []); "
-              "sys.exit(code)"]  # fmt: skip
+    script = f"""
+import os, subprocess, sys
+code = subprocess.run({quantize!r}).returncode
+print("left:", sorted(os.listdir({str(output)!r})) if os.path.exists({str(output)!r}) else [])
+sys.exit(code)"""
     command = [
         "unshare", "--user", "--map-root-user", "--mount",
-        "bash", "-c", IN_SMALL_PLACE, "bash", str(kilobytes), str(small), *listed,
+        "bash", "-c", IN_SMALL_PLACE, "bash", str(kilobytes), str(small), sys.executable, "-c", script,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     record_property("tracebacks", int("Traceback" in done.stderr))
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     left = done.stdout.strip().splitlines()[-1]
-    assert ("manifest.json" in left) == (done.returncode in (0, 1)), (done.returncode, left, done.stderr[-500:])
+    assert ("manifest.json" in left) == (done.returncode in (0, 1)), (
+        done.returncode,
+        left,
+        done.stderr[-500:],
+    )
     if done.returncode:
         assert "quantkit: " in done.stderr
