@@ -9,6 +9,7 @@ Nothing heavy is imported until a function is first used.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from quantkit.pipeline.compare import compare
     from quantkit.pipeline.inspect import inspect
     from quantkit.pipeline.quantize import quantize
+
+# Telemetry is off unless a user switches it on. onnxruntime and huggingface_hub read these when they are
+# imported, and child processes inherit them.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.1.0"
 __all__ = ["Artifact", "InputError", "compare", "inspect", "load", "quantize"]

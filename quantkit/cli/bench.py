@@ -39,18 +39,19 @@ def bench(
     artifact = load(folder, threads=threads, check=check)
     output_format = "json" if as_json else "table"
     if not providers:
-        from quantkit.report.reruns import rerun_page
+        from quantkit.report.measurements import rerun_page
 
         benchmark = artifact.benchmark(prompt=prompt, decode=decode, quiet=False)
         document = rerun_json(
             artifact.described,
             size={"artifact_bytes": artifact.size_bytes},
-            latency=[benchmark.latency],
+            latency=[benchmark.latency] if benchmark.latency else [],
             memory=benchmark.memory,
             environment=environment(),
-            notes=benchmark.notes,
+            notes=(*benchmark.notes, *benchmark.failures),
         )
         show(document, rerun_page(document), output_format)
+        finish(not benchmark.failures)
         return
     from quantkit.report.providers import providers_page
 

@@ -30,7 +30,7 @@ def evaluate(
     from quantkit.evaluation.measure import environment
     from quantkit.pipeline.artifact import load
     from quantkit.report.document import evaluation_json
-    from quantkit.report.reruns import rerun_page
+    from quantkit.report.measurements import rerun_page
 
     artifact = load(folder, check=check)
     evaluation = artifact.evaluate(

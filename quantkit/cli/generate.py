@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -148,10 +147,11 @@ def _artifact(model: str, check: str, *, is_client: bool) -> Iterator[Path]:
         yield folder
         return
     from quantkit.pipeline.stages.write import write_float_model
+    from quantkit.runtime.machine.disk import temporary_folder
 
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as temporary:
-        write_float_model(model, Path(temporary))
-        yield Path(temporary)
+    with temporary_folder() as temporary:
+        write_float_model(model, temporary)
+        yield temporary
 
 
 def _send_libraries_to_errors() -> None:

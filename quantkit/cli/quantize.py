@@ -156,7 +156,7 @@ def quantize(
     else:
         print_page(quantization_page(document))
         typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}")
-    finish(artifact.report.holds_budget)
+    finish(artifact.report.holds_budget and not artifact.report.failures)
 
 
 def parse_layers(texts: Sequence[str] | None) -> Mapping[str, str] | None:

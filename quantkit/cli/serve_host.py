@@ -64,6 +64,7 @@ def serve_host(
         if listen not in LOOPBACK:
             print("quantkit: other machines can connect, and nothing is encrypted", file=sys.stderr)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         host_server.serve(server, announce)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from quantkit.evaluation.measurements import Latency, Memory, ProviderAccuracy, 
 from quantkit.evaluation.reference import named_reference, original_at_hand
 from quantkit.progress import Progress
 from quantkit.recipe import override
+from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.providers.placement import PlacedOperator, Placement, UnplacedNode
 from quantkit.runtime.providers.trial import ProviderChoice, try_provider
 
@@ -30,18 +29,22 @@ COMPARED_WINDOWS, COMPARED_LENGTH = 4, 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    latency: Latency
-    memory: Memory
+    latency: Latency | None
+    memory: Memory | None
     notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()  # of what was not measured because of an error
 
 
 def benchmark(artifact: OpenArtifact, *, progress: Progress) -> Benchmark:
     """Measure latency of prompt and token, and peak memory."""
     switches = {"measure.accuracy": False, "measure.latency": True, "measure.memory": True}
     measured = measure(replace(artifact, recipe=override(artifact.recipe, switches)), progress=progress)
-    assert measured.latency
-    assert measured.memory
-    return Benchmark(latency=measured.latency, memory=measured.memory, notes=measured.notes)
+    return Benchmark(
+        latency=measured.latency,
+        memory=measured.memory,
+        notes=measured.notes,
+        failures=measured.failures,
+    )
 
 
 def benchmark_providers(
@@ -50,15 +53,15 @@ def benchmark_providers(
     """(one run for each provider, notes); a crash of one provider's process does not end the others."""
     notes: list[str] = []
     lengths = fitting(artifact.session, *timed_lengths(artifact.recipe.measure, artifact.context))
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
-        ids_path = Path(folder) / "ids.npy"
+    with temporary_folder() as folder:
+        ids_path = folder / "ids.npy"
         with progress.stage("reference"):
             reference = _reference(artifact, notes)
         if reference:
             np.save(ids_path, reference.ids_WS)
         runs = []
         for number, provider in enumerate(providers):
-            logits_path = Path(folder) / f"logits-{number}.npy"
+            logits_path = folder / f"logits-{number}.npy"
             with progress.stage(provider.name):
                 trial = try_provider(
                     artifact.folder,

@@ -8,11 +8,16 @@ of latency and memory is the same graph in float32, which isolates the gain of q
 from __future__ import annotations
 
 import platform
+import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
+from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Ints, TextPerplexity, measure_accuracy, measure_perplexity
 from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact, open_measured
 from quantkit.evaluation.encoder_decoder import measure_halves
@@ -39,6 +44,7 @@ from quantkit.runtime.tokenizer import TOKENIZER_FILE
 
 PACKAGES = ("quantkit-onnx", "onnxruntime", "transformers", "torch", "onnx", "numpy")
 MAX_RUNS = 15
+Figure = TypeVar("Figure")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +56,18 @@ class Measured:
     latency: Latency | None = None
     memory: Memory | None = None
     notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()  # figures that could not be measured because of an error
+
+
+def attempt(name: str, measure: Callable[[], Figure], failures: list[str]) -> Figure | None:
+    """The figure; None and a line in `failures` after an error, which costs the figure and no artifact."""
+    try:
+        return measure()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        reason = reason if isinstance(error, InputError) else f"{type(error).__name__}: {reason}"
+        failures.append(f"{name} was not measured: {reason}")
+        return None
 
 
 def measure(
@@ -67,25 +85,33 @@ def measure(
     """
     measure, session = artifact.recipe.measure, artifact.session
     notes: list[str] = []
-    reference_session = open_measured(reference, threads=artifact.threads) if reference else None
+    failures: list[str] = []
+    reference_session = None
+    if reference:
+        opening = partial(open_measured, reference, threads=artifact.threads)
+        reference_session = attempt("the float reference", opening, failures)
     result: Accuracy | Similarity | TextPerplexity | None = accuracy
     if measure.accuracy and result is None:
         if artifact.recipe.random_weights:
             original = session_reference(reference_session) if reference_session else None
-        result = accuracy_of(artifact, original, notes, progress)
+        result = attempt("accuracy", partial(accuracy_of, artifact, original, notes, progress), failures)
     lengths = fitting(session, *timed_lengths(measure, artifact.context))
     latency = None
     if measure.latency:
-        latency = _latency(artifact, reference_session, lengths, notes, progress)
+        timing = partial(_latency, artifact, reference_session, lengths, notes, progress)
+        latency = attempt("latency", timing, failures)
     run = "run" if session.generates else "encode"
     del session, reference_session
-    memory = _memory(artifact, reference, run, lengths, progress) if measure.memory else None
+    memory = None
+    if measure.memory:
+        memory = attempt("memory", partial(_memory, artifact, reference, run, lengths, progress), failures)
     return Measured(
         accuracy=result if isinstance(result, Accuracy) else None,
         similarity=result if isinstance(result, Similarity) else None,
         latency=latency,
         memory=memory,
         notes=tuple(notes),
+        failures=tuple(failures),
     )
 
 
@@ -233,6 +259,9 @@ def _memory(
     def peak_bytes(stage: str, folder: Path) -> int:
         trial = [sys.executable, "-m", "quantkit.runtime.memory_trial", stage, str(folder)]
         child = run_and_measure([*trial, *map(str, (*lengths, artifact.threads))])
+        if child.exit_code < 0:
+            name = signal.Signals(-child.exit_code).name
+            raise InputError(f"{name} ended the process that was to {stage} the model")
         if child.exit_code:
             raise RuntimeError(f"the memory trial failed: {child.errors.strip()[-400:]}")
         return child.peak_bytes

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
+
+from quantkit.runtime.machine.disk import temporary_folder
 
 POLL_SECONDS = 0.005
 GB = 1e9
@@ -44,8 +45,8 @@ class ChildRun:
 
 def run_and_measure(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> ChildRun:
     """Run a command to its end; the peak is of its largest process."""
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
-        output, errors, result = (Path(folder) / name for name in ("output", "errors", "result"))
+    with temporary_folder() as folder:
+        output, errors, result = (folder / name for name in ("output", "errors", "result"))
         # Files instead of pipes: a full pipe blocks the child until it is read.
         with output.open("wb") as out, errors.open("wb") as err:
             start = time.perf_counter()
@@ -53,7 +54,16 @@ def run_and_measure(command: Sequence[str], *, environment: Mapping[str, str] | 
                 exit_code, peak_bytes = _poll(command, out.fileno(), err.fileno(), environment)
             else:
                 launch = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(result), *command]
-                subprocess.run(launch, stdout=out, stderr=err, env=environment, check=False)
+                # A session of its own, so that an interrupt here can end the command too.
+                process = subprocess.Popen(
+                    launch, stdout=out, stderr=err, env=environment, start_new_session=True
+                )
+                try:
+                    process.wait()
+                except BaseException:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    raise
             seconds = time.perf_counter() - start
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (output, errors)]
         if os.name != "nt":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from quantkit import files
 from quantkit.evaluation.accuracy import Ints
+from quantkit.quantization.calibration import tokens
 from quantkit.recipe import Measure
 from quantkit.runtime.tokenizer import open_text
 
@@ -17,11 +16,9 @@ RANDOM_TOKENS = 2048
 
 def read_text(measure: Measure) -> tuple[str, str]:
     """(text, name) of the user's file or of the bundled held-out text."""
-    if measure.text is None:
-        bundled = resources.files("quantkit") / "assets" / "demo" / "evaluation.txt"
-        return bundled.read_text(encoding="utf-8"), "bundled held-out text"
-    path = Path(measure.text).expanduser()
-    return files.read_text(path, allowed="a text file in UTF-8", next_step="check --text"), path.name
+    path = None if measure.text is None else Path(measure.text).expanduser()
+    text = tokens.read_text(path, bundled="evaluation.txt", flag="--text")
+    return text, path.name if path else "bundled held-out text"
 
 
 def encoded_text(measure: Measure, folder: Path) -> tuple[Ints, str]:

@@ -37,6 +37,7 @@ def why_not(model_map: ModelMap) -> str | None:
         "it has an encoder": model_map.is_encoder_decoder or has_encoder,
         "it has no language-model head": all(layer.role is not Role.LM_HEAD for layer in model_map.layers),
         f"its positions are of kind {', '.join(positions)}": bool(positions),
+        "its attention looks in both directions": not all(attention.is_causal for attention in attentions),
         "its blocks are shared": any(block.calls > 1 for block in model_map.blocks),
         "its FFN has an activation without a fused operator": not activations <= set(ACTIVATION_OPS),
         f"'{strays[0] if strays else ''}' has no place in a fused graph": bool(strays),

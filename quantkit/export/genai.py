@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.export.rotary import context_of
 from quantkit.model.model_map import ModelMap
 
 # Family -> the type that onnxruntime-genai knows it by.
@@ -37,7 +36,7 @@ def genai_config(
     if model_type is None or not model_map.blocks:
         return None
     attention = model_map.blocks[0].attentions[0]
-    context = context_of(model_map) or 2048
+    context = model_map.context or 2048
     first_stop = stop_ids[0] if stop_ids else 0
     return {
         "model": {

@@ -1,14 +1,19 @@
 """Describing one transformer block: its attentions, its FFN, its norms, and how fused rows split.
 
-Kinds are read off the modules (an FFN with a gate projection is gated, the activation is the function that
-its module computes), so a config field that disagrees with the code cannot mislead the map.
+Facts are read off the modules (an FFN with a gate projection is gated, the activation is the function that
+its module computes, heads and scale are the attention module's own), so a config field that the code does not
+read cannot mislead the map. Where no module holds a fact, the family's row says which field decides it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
-from quantkit.model.config import ModelConfig
+from quantkit.errors import InputError
+from quantkit.model.config import FULL, SLIDING
 from quantkit.model.families.schema import Family, Norms, Stack, read_fact
 from quantkit.model.model_map import (
     Attention,
@@ -26,43 +31,54 @@ from quantkit.model.unknown.probes import curve_of
 
 
 def split_rows(
-    roles: tuple[Role, ...], num_out: int, config: ModelConfig, *, interleaves: bool
+    roles: tuple[Role, ...], num_out: int, attention: nn.Module, *, interleaves: bool
 ) -> tuple[Rows, ...]:
-    """The rows of each logical projection in a fused [out, in] matrix."""
+    """The rows of each logical projection in a fused [out, in] matrix of this module."""
     if len(roles) == 1:
         return (Rows(start=0, length=num_out, stride=num_out),)
     if interleaves:
-        assert config.num_heads and config.head_dim
-        stride = len(roles) * config.head_dim
-        return tuple(
-            Rows(start=i * config.head_dim, length=config.head_dim, stride=stride, count=config.num_heads)
-            for i in range(len(roles))
-        )
-    lengths = [_fused_length(role, roles, num_out, config) for role in roles]
+        size = head_dim_of(attention)
+        stride = len(roles) * size
+        count = num_out // stride
+        return tuple(Rows(start=i * size, length=size, stride=stride, count=count) for i in range(len(roles)))
+    shares = [_queries_per_key(attention) if role is Role.ATTENTION_QUERY else 1 for role in roles]
+    lengths = [num_out // sum(shares) * share for share in shares]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return tuple(Rows(start=s, length=n, stride=n) for s, n in zip(starts, lengths, strict=True))
 
 
-def _fused_length(role: Role, roles: tuple[Role, ...], num_out: int, config: ModelConfig) -> int:
-    if role in (Role.FFN_GATE, Role.FFN_UP):
-        return num_out // len(roles)
-    assert config.num_heads and config.num_kv_heads and config.head_dim
-    heads = config.num_heads if role is Role.ATTENTION_QUERY else config.num_kv_heads
-    return heads * config.head_dim
+def head_dim_of(attention: nn.Module) -> int:
+    """The size of a head, under one of the names that transformers' modules have for it."""
+    names = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+    sizes = (size for name in names if isinstance(size := getattr(attention, name, None), int))
+    size = next(sizes, None)
+    if size is None:
+        raise InputError(
+            f"{type(attention).__name__} does not say how large its heads are",
+            where="the code that ships with the checkpoint",
+            next_step="leave --trust-remote-code out, so that transformers' own class is used",
+        )
+    return size
+
+
+def _queries_per_key(attention: nn.Module) -> int:
+    groups: int = getattr(attention, "num_key_value_groups", getattr(attention, "num_groups", 1))
+    return groups
 
 
 def describe_block(walk: Walk, place: Place, layers: list[Layer]) -> Block:
     assert walk.family is not None
     facts = walk.config.raw
-    attends = {layer.is_cross_attention for layer in layers if layer.role is Role.ATTENTION_QUERY}
+    queries = [layer for layer in layers if layer.role is Role.ATTENTION_QUERY]
+    keys = {layer.is_cross_attention: layer for layer in layers if layer.role is Role.ATTENTION_KEY}
     return Block(
         name=place.block,
         stack=place.stack.kind,
         index=place.index,
         calls=calls(walk, place),
         attentions=tuple(
-            _describe_attention(walk.config, walk.family, place, is_cross=is_cross)
-            for is_cross in sorted(attends)
+            _describe_attention(walk, walk.family, place, query, keys[query.is_cross_attention])
+            for query in sorted(queries, key=lambda layer: layer.is_cross_attention)
         ),
         ffn=_describe_ffn(walk.module.get_submodule(place.block), place.stack, layers),
         norm_kind=read_fact(walk.family.norm_kind, facts),
@@ -71,39 +87,50 @@ def describe_block(walk: Walk, place: Place, layers: list[Layer]) -> Block:
     )
 
 
-def _describe_attention(config: ModelConfig, family: Family, place: Place, *, is_cross: bool) -> Attention:
-    stack, index = place.stack, place.index
-    assert config.num_heads and config.num_kv_heads and config.head_dim
-    norms: Norms = read_fact(stack.norms, config.raw)
-    position = PositionKind.NONE if is_cross else read_fact(family.position, config.raw)
-    rope = config.ropes[index] if position is PositionKind.ROPE and index < len(config.ropes) else None
-    window = config.windows[index] if index < len(config.windows) else None
+def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, key: Layer) -> Attention:
+    facts, is_cross = walk.config.raw, query.is_cross_attention
+    config: Any = walk.module.config
+    module = walk.module.get_submodule(query.matrix.rpartition(".")[0])
+    head_dim = head_dim_of(module)
+    norms: Norms = read_fact(place.stack.norms, facts)
+    position = PositionKind.NONE if is_cross else read_fact(family.position, facts)
+    kinds = facts.get("layer_types") if family.windows == "layer_types" else None
+    kind = kinds[place.index] if kinds else FULL
+    has_window = not is_cross and (kind == SLIDING or family.windows == "every layer")
+    rope = walk.ropes[kind] if position is PositionKind.ROPE else None
     return Attention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_heads=query.out_features // head_dim,
+        num_kv_heads=key.out_features // head_dim,
+        head_dim=head_dim,
         position=position,
         is_cross=is_cross,
-        is_causal=stack.kind == "decoder" and not is_cross,
-        window=None if is_cross else window,
-        softcap=config.attention_softcap,
+        is_causal=not is_cross and _is_causal(module, place.stack, facts),
+        window=config.sliding_window if has_window else None,
+        softcap=facts.get("attn_logit_softcapping") if family.softcaps_scores else None,
         has_query_key_norm=any(norm.place is NormPlace.QUERY for norm in norms.values()),
-        scale=_scale(config, index),
+        scale=_scale(module, head_dim, place.index),
         rope_theta=rope.theta if rope else None,
-        rotary_dim=int(config.head_dim * rope.rotary_fraction) if rope else None,
-        rope_scaling=rope.scaling if rope else (),
+        rotary_dim=(rope.rotary_dim or head_dim) if rope else None,
+        rope_frequencies=rope.frequencies if rope else (),
+        rope_factor=rope.factor if rope else 1.0,
+        rope_limit=rope.limit if rope else None,
     )
 
 
-def _scale(config: ModelConfig, index: int) -> float | None:
+def _is_causal(module: Any, stack: Stack, facts: Mapping[str, Any]) -> bool:
+    """Encoders can be made decoders, and decoders be made to look in both directions."""
+    if stack.kind == "encoder":
+        return bool(getattr(module, "is_decoder", False))
+    return bool(getattr(module, "is_causal", True)) and facts.get("is_causal") is not False
+
+
+def _scale(module: Any, head_dim: int, index: int) -> float | None:
     """The factor of the attention scores; None for 1 / sqrt(head_dim)."""
-    assert config.head_dim
-    scale = config.query_scale
-    if config.raw.get("scale_attn_weights") is False:
-        scale = 1.0
-    if config.raw.get("scale_attn_by_inverse_layer_idx"):
-        scale = (config.head_dim**-0.5 if scale is None else scale) / (index + 1)
-    return scale
+    scale: float | None = getattr(module, "scaling", None)
+    if scale is None:  # under transformers 4.57 GPT-2 has its switches alone, and encoders none
+        scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
+        scale /= index + 1 if getattr(module, "scale_attn_by_inverse_layer_idx", False) else 1
+    return None if scale == head_dim**-0.5 else scale
 
 
 def _describe_ffn(module: nn.Module, stack: Stack, layers: list[Layer]) -> FeedForward | None:

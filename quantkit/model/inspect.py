@@ -38,6 +38,7 @@ from quantkit.model.model_map import (
     Norm,
     NormKind,
     NormPlace,
+    PositionKind,
     Role,
     UnmappedParameter,
 )
@@ -51,6 +52,7 @@ from quantkit.model.names import (
     place_of,
     readers,
 )
+from quantkit.model.rope import read_ropes
 from quantkit.model.unknown.observe import observe, summary
 from quantkit.model.unknown.probes import norm_kind_of
 from quantkit.model.weights.headers import compare, read_headers
@@ -88,6 +90,8 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
     config = normalise(getattr(module, "config", None))
     family = family_of(config.model_type)
     walk = Walk(module=module, config=config, family=family, prefix=find_prefix(module, family))
+    if family and read_fact(family.position, config.raw) is PositionKind.ROPE:
+        walk.ropes = read_ropes(module.get_submodule(walk.prefix.rstrip(".")))
     for path, child in module.named_modules(remove_duplicate=False):
         walk.names[id(child)].append(checkpoint_name(path, family))
     embeddings = _map_embeddings(walk)
@@ -96,6 +100,7 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
     blocks = _map_blocks(walk, layers)
     has_tied_head = any(layer.tied_to for layer in layers if layer.role is Role.LM_HEAD)
     scales_head = bool(family and read_fact(family.scales_tied_head, config.raw))
+    cap: float | None = config.raw.get("final_logit_softcapping")
     root = math.sqrt(config.hidden_size) if config.hidden_size else None
     return ModelMap(
         name=name,
@@ -110,7 +115,7 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         has_tied_head=has_tied_head,
         embedding_scale=root if family and family.scales_embedding else None,
         head_scale=1 / root if root and family and has_tied_head and scales_head else None,
-        final_softcap=config.final_softcap,
+        final_softcap=cap if family and family.softcaps_logits else None,
         layers=layers,
         embeddings=embeddings,
         norms=norms,
@@ -118,8 +123,22 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         unmapped=_find_unmapped(walk),
         notes=tuple(_notes(walk, layers)),
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
-        position_offset=family.position_offset if family else 0,
+        position_offset=_position_offset(walk),
     )
+
+
+def _position_offset(walk: Walk) -> int:
+    """Rows of a position table before the first token's."""
+    if walk.family is None or not walk.family.counts_from_padding:
+        return walk.family.position_offset if walk.family else 0
+    padding = walk.config.raw.get("pad_token_id")
+    if padding is None:
+        raise InputError(
+            "it has no pad_token_id, and this family counts its positions from there",
+            where="config.json",
+            next_step="set pad_token_id as the model was trained; RoBERTa's is 1",
+        )
+    return int(padding) + 1
 
 
 def _notes(walk: Walk, layers: Sequence[Layer]) -> Iterator[str]:
@@ -202,7 +221,10 @@ def _split(
     names = walk.names[id(child)]
     matrix = names[0]
     rows = split_rows(
-        roles, num_out, walk.config, interleaves=bool(walk.family and walk.family.interleaves_heads)
+        roles,
+        num_out,
+        walk.module.get_submodule(matrix.rpartition(".")[0]) if place else child,
+        interleaves=bool(walk.family and walk.family.interleaves_heads),
     )
     if sum(part.total for part in rows) != num_out:
         raise InputError(
@@ -267,10 +289,18 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
         names = walk.names[id(child)]
         is_norm = NORM_CLASS.search(type(child).__name__) and not list(child.children())
         parameters = list(child.parameters(recurse=False))
-        if not is_norm or linears.kind_of(child) or not parameters:
+        if not is_norm or linears.kind_of(child):
             continue
         place = place_of(walk, names[0])
         row = norm_row(walk, names[0], place)
+        if not parameters:
+            if row:
+                raise InputError(
+                    "a norm without weights",
+                    where=names[0],
+                    allowed="norms with a gain, as this family has them",
+                )
+            continue
         walk.claim(child, names[0])
         norms.append(
             Norm(

@@ -201,7 +201,9 @@ class Attention:
     scale: float | None = None  # of query times key; None: 1 / sqrt(head_dim)
     rope_theta: float | None = None
     rotary_dim: int | None = None
-    rope_scaling: tuple[tuple[str, Any], ...] = ()  # sorted pairs; empty for plain RoPE
+    rope_frequencies: tuple[float, ...] = ()  # of the pairs of features; empty: those of rope_theta alone
+    rope_factor: float = 1.0  # of cosines and sines
+    rope_limit: int | None = None  # positions from which on the frequencies are others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,6 +279,18 @@ class ModelMap:
     used_remote_code: bool = False
     norm_gain_offset: float = 0.0  # a gain is this plus the stored weight
     position_offset: int = 0  # rows of a position table before the first position
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that have a position in every table; None where nothing limits them.
+
+        LongRoPE ends where its factors for long texts begin: both cannot share one cache of keys.
+        """
+        tables = [table for table in self.embeddings if table.kind is EmbeddingKind.POSITION]
+        limits: list[int | None] = [table.num_rows - self.position_offset for table in tables]
+        limits = limits or [self.max_positions]
+        limits += [attention.rope_limit for block in self.blocks for attention in block.attentions]
+        return min((limit for limit in limits if limit), default=None)
 
     @property
     def matrices(self) -> tuple[str, ...]:

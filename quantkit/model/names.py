@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,6 +17,7 @@ from quantkit.model.config import ModelConfig
 from quantkit.model.families import family_of
 from quantkit.model.families.schema import Family, NormRow, Stack, read_fact
 from quantkit.model.model_map import Role
+from quantkit.model.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,7 @@ class Walk:
     prefix: str
     names: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     owners: dict[int, str] = field(default_factory=dict)  # parameter -> the entry that counts it
+    ropes: Mapping[str, Rope] = field(default_factory=dict)  # by the kind of layer; empty without rotation
 
     def claim(self, module: nn.Module, name: str) -> None:
         """Count a module's parameters under this name, unless another entry counts them."""
@@ -101,8 +104,8 @@ def calls(walk: Walk, place: Place | None) -> int:
         return 0
     if place is None or place.stack.calls is None:
         return 1
-    total, shared_by = (int(walk.config.raw[key]) for key in place.stack.calls)
-    return max(1, total // shared_by)
+    depth, num_groups = (int(walk.config.raw[key]) for key in place.stack.calls)
+    return [int(level / (depth / num_groups)) for level in range(depth)].count(place.indices[0])
 
 
 def norm_row(walk: Walk, name: str, place: Place | None) -> NormRow | None:

@@ -10,7 +10,6 @@ for every text.
 from __future__ import annotations
 
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +30,10 @@ from quantkit.pipeline.stages.resolve import Resolved
 from quantkit.progress import Progress
 from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.statistics import InputStatistics
-from quantkit.quantization.calibration.tokens import context_length
 from quantkit.quantization.dead_units import dead_units
 from quantkit.quantization.projections import weight_of
 from quantkit.recipe import Recipe
+from quantkit.runtime.machine.disk import temporary_folder
 
 # Letters: T tokens of the sample, H hidden units, I channels that they read.
 Floats = NDArray[np.float32]
@@ -97,7 +96,7 @@ def ffn_units(
             next_step="'quantkit inspect' lists its projections",
         )
     weights = open_weights(source, model_map, random_weights=False)
-    length = min(LENGTH, max_tokens, context_length(model_map) or LENGTH)
+    length = min(LENGTH, max_tokens, model_map.context or LENGTH)
     recipe = with_options(
         Recipe(model=model),
         {
@@ -139,14 +138,14 @@ def observe_units(
     downs = {layer.block: layer for layer in model_map.layers if layer.role is Role.FFN_DOWN}
     with (
         progress.stage("hidden units", total=int(tokens_BT.size), unit="tokens") as count,
-        tempfile.TemporaryDirectory(prefix="quantkit-") as folder,
+        temporary_folder() as folder,
     ):
         file = collect(
             torch_model(source, model_map, weights),
             tokens_BT,
             requested={layer.matrix: frozenset({"peak", "sample"}) for layer in downs.values()},
             blocks=[block.name for block in model_map.blocks] if model_map.family else [],
-            folder=Path(folder),
+            folder=folder,
             progress=count,
         )
         layers = tuple(

@@ -7,7 +7,6 @@ references in transformers, streaming of blocks, fingerprints. The module itself
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from quantkit.errors import InputError
 from quantkit.model.load import Source, open_source
 from quantkit.runtime.machine.cache import cache_folder
+from quantkit.runtime.machine.disk import OTHER_CACHE, temporary_folder, writing
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def saved_model(model: Any, tokenizer: Any) -> Iterator[tuple[Source, str | None
         )
     path = str(getattr(model.config, "name_or_path", "")) or None
     name = Path(path).name if path else type(model).__name__
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as parent:
-        folder = Path(parent) / name
+    with temporary_folder() as parent:
+        folder = parent / name
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -42,6 +42,7 @@ def keep_texts(texts: Sequence[str]) -> Path:
     content = "\n\n".join(texts)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     path = cache_folder() / "calibration" / f"{digest}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+    with writing(cache_folder(), next_step=OTHER_CACHE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
     return path

@@ -7,11 +7,9 @@ its place and renamed at the end.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
-import os
 import shutil
 import string
 import zipfile
@@ -24,7 +22,13 @@ import quantkit
 from quantkit.errors import InputError
 from quantkit.export.check import Written, read_written
 from quantkit.files import read_json
-from quantkit.pipeline.folder import cannot_write, new_artifact, require_replaceable
+from quantkit.pipeline.folder import (
+    COMPILED,
+    file_inside,
+    new_artifact,
+    require_apart,
+    require_replaceable,
+)
 from quantkit.plan.targets import TARGETS
 from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.manifest import MANIFEST, read_manifest, require_whole, sha256_of
@@ -35,7 +39,6 @@ RUNNER, STATIC_RUNNER, DEVICE = (  # both runners import DEVICE
     PACKAGE / "runtime" / "on_device" / name for name in ("run_growing.py", "run_static.py", "device.py")
 )
 PAGE, STATIC_PAGE = (PACKAGE / "assets" / "runner" / name for name in ("README.md", "README-npu.md"))
-COMPILED = "compiled"
 LICENSE = "license of the model"
 FORMAT = 1  # of a package's manifest
 COPY_BYTES = 1 << 22
@@ -143,25 +146,19 @@ def pack(
     if target is not None:
         _require_target(folder, manifest.get("target"), target)
     output = output or Path(f"{folder.resolve().name}-package")
-    if output.resolve().is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(output.resolve()):
-        raise InputError(
-            "the package would lie in the artifact, or replace it",
-            where=str(output),
-            next_step="choose another place with -o",
-        )
+    require_apart(output, {"the artifact": folder})
+    is_zip = output.suffix == ".zip"
+    require_replaceable(output, force=force, kind="zip" if is_zip else "folder")
     _require_inside(folder, manifest["files"])
     require_whole(folder, "all")
     kind, graphs = _kind_of(folder, manifest["files"])
     page = _page_of(kind, manifest)
     members, notes = _members(folder, manifest, kind, graphs, page)
-    if output.suffix == ".zip":
-        _write_zip(output, members, force=force)
-    else:
-        with new_artifact(output, force=force) as partial:
-            for name, member in members.items():
-                (partial / name).parent.mkdir(exist_ok=True)
-                with member.open() as source, (partial / name).open("wb") as file:
-                    shutil.copyfileobj(source, file, COPY_BYTES)
+    with new_artifact(output, force=force, kind="zip" if is_zip else "folder") as partial:
+        if is_zip:
+            _write_zip(partial, members, output.stem)
+        else:
+            _write_folder(partial, members)
     return Packed(
         path=output,
         kind=kind.name,
@@ -199,8 +196,8 @@ def _artifact_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _require_inside(folder: Path, files: Mapping[str, str]) -> None:
-    """Refuse links out of the artifact: a package holds copies."""
-    outside = [name for name in files if not (folder / name).resolve().is_relative_to(folder.resolve())]
+    """Refuse names and links that lead out of the artifact: a package holds copies."""
+    outside = [name for name in files if file_inside(folder, name) is None]
     if outside:
         raise InputError(f"the folder is damaged: {outside[0]} lies outside of the folder", where=str(folder))
 
@@ -334,9 +331,10 @@ def _compiled(folder: Path, graphs: Sequence[str]) -> tuple[dict[str, Member], t
     for graph in graphs:
         for context in sorted((folder / COMPILED).glob(f"{Path(graph).stem}.*.onnx")):
             record = context.with_suffix(".json")
+            is_inside = all(file_inside(folder, f"{COMPILED}/{path.name}") for path in (context, record))
             try:
                 hashes = read_json(record)
-                fits = hashes["model_sha256"] == model_hash(folder / graph)
+                fits = is_inside and hashes["model_sha256"] == model_hash(folder / graph)
                 fits = fits and hashes["file_sha256"] == sha256_of(context)
             except (InputError, KeyError):
                 fits = False
@@ -368,22 +366,19 @@ def _about_compiled(record: Member | None) -> str:
     )
 
 
-def _write_zip(output: Path, members: Mapping[str, Member], *, force: bool) -> None:
+def _write_folder(folder: Path, members: Mapping[str, Member]) -> None:
+    for name, member in members.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with member.open() as source, (folder / name).open("wb") as file:
+            shutil.copyfileobj(source, file, COPY_BYTES)
+
+
+def _write_zip(path: Path, members: Mapping[str, Member], root: str) -> None:
     """Write the files into one folder of a zip; equal members give equal bytes."""
-    require_replaceable(output, force=force, kind="zip")
-    partial = output.absolute().parent / f".{output.name}.{os.getpid()}.partial"
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(partial, "w", compression=zipfile.ZIP_DEFLATED) as archive:
-            for name, member in members.items():
-                entry = zipfile.ZipInfo(f"{output.stem}/{name}")  # dated 1980, for equal bytes
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                entry.external_attr = 0o644 << 16
-                with member.open() as source, archive.open(entry, "w", force_zip64=True) as file:
-                    shutil.copyfileobj(source, file, COPY_BYTES)
-        partial.replace(output)
-    except OSError as error:
-        raise cannot_write(output.absolute(), error) from error
-    finally:
-        with contextlib.suppress(OSError):  # the folder may be absent too
-            partial.unlink(missing_ok=True)
+    with zipfile.ZipFile(path, "x", compression=zipfile.ZIP_DEFLATED) as archive:
+        for name, member in members.items():
+            entry = zipfile.ZipInfo(f"{root}/{name}")  # dated 1980, for equal bytes
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o644 << 16
+            with member.open() as source, archive.open(entry, "w", force_zip64=True) as file:
+                shutil.copyfileobj(source, file, COPY_BYTES)

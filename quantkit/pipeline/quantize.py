@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 from quantkit.errors import InputError
 from quantkit.model.load import Source
 from quantkit.pipeline.artifact import Artifact
-from quantkit.pipeline.folder import new_artifact
+from quantkit.pipeline.folder import new_artifact, require_apart, require_replaceable
 from quantkit.pipeline.live_model import keep_texts, saved_model
 from quantkit.pipeline.options import Options, with_options
 from quantkit.pipeline.stages.documents import report_of, write_manifest, write_reports
 from quantkit.pipeline.stages.export import write_companions
 from quantkit.pipeline.stages.float_reference import float_twin, measure_written
-from quantkit.pipeline.stages.prepare import discard, prepare
+from quantkit.pipeline.stages.prepare import discard, prepare, resumable
 from quantkit.pipeline.stages.resolve import resolve
 from quantkit.pipeline.stages.search import write_within_budget
 from quantkit.pipeline.stages.write import write
@@ -115,6 +115,8 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
             allowed="a folder, 'demo', a well-known name, a Hub name, or a recipe with the key 'model'",
             next_step="'quantkit quantize demo' tries it on the embedded model",
         )
+    if settings.output:
+        check_output(settings.output, recipe, settings)
     progress = Progress(quiet=settings.quiet)
     resolved = resolve(
         recipe,
@@ -125,7 +127,8 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
         trust_remote_code=settings.trust_remote_code,
     )
     output = settings.output or Path(f"{resolved.source.name.replace('/', '--')}-{resolved.recipe.scheme}")
-    with new_artifact(output, force=settings.force) as folder:
+    check_output(output, recipe, settings)
+    with new_artifact(output, force=settings.force) as folder, resumable(resolved):
         prepared = prepare(resolved)
         write_companions(resolved.source, resolved.model_map, folder, target_name=resolved.recipe.target)
         if resolved.recipe.searches:
@@ -141,3 +144,17 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
         write_manifest(folder, written)
     discard(prepared)
     return Artifact(output, report=report, check="none")
+
+
+def check_output(output: Path, recipe: Recipe, settings: Run) -> None:
+    """Refuse, before any work, an output that cannot be written or that would replace an input."""
+    inputs = {
+        "the model": recipe.model,
+        "the calibration text": recipe.calibration.text,
+        "the text": recipe.measure.text,
+        "--statistics": settings.statistics,
+    }
+    require_apart(output, inputs)
+    require_replaceable(output, force=settings.force)
+    if settings.statistics and settings.statistics.exists() and not settings.statistics.is_dir():
+        raise InputError("not a folder", where=f"--statistics {settings.statistics}")

@@ -12,7 +12,6 @@ positions.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +41,15 @@ from quantkit.private.protect import (
 )
 from quantkit.private.sides import host_side
 from quantkit.progress import Progress
-from quantkit.quantization.grid import decode_all, middle
+from quantkit.quantization.grid import Floats, decode_all, middle
 from quantkit.quantization.projections import weight_of
 from quantkit.quantization.rounding.rtn import round_to_nearest
 from quantkit.quantization.transforms.basis import Order, Space
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe
 from quantkit.runtime.graph import MODEL_FILE
+from quantkit.runtime.machine.disk import temporary_folder
 
-Floats = NDArray[np.float32]
 Correct = NDArray[np.bool_]
 MAX_TOKENS = 4096  # drawn from the vocabulary
 CLIENT_GRID = Grid(block=128)  # of the embedding table; no client's is coarser
@@ -123,11 +122,11 @@ def audit(recipe: Recipe, *, host: Path, key_file: Path, permutes: Collection[st
     }
     for name, plan in plans.items():
         for compared in (("residual",), ("residual", "ffn", "values")):
-            with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+            with temporary_folder() as folder:
                 weights = in_secret_order(prepared.model_map, prepared.weights, key, compared)
                 side = host_side(prepared.model_map, plan, contents_for(recipe, prepared.model_map, plan))
-                write_host(side, weights, Path(folder), recipe)
-                path = Path(folder) / MODEL_FILE
+                write_host(side, weights, folder, recipe)
+                path = folder / MODEL_FILE
                 results.extend(attack(model_map, given.weights, path, key, compared, weights=name))
     discard(prepared)
     return tuple(results)
@@ -143,7 +142,7 @@ def attack(
     weights: str,
     is_given: bool = False,
 ) -> tuple[Recovered, ...]:
-    """Recovers what it can from a host's file, in the first, the middle and the last block."""
+    """Recovers permutations from a host's file, in the first, the middle and the last block."""
     both = Weights(model_map=model_map, host=read_blocks(path), public=public)
     count = len(model_map.blocks)
     blocks = sorted({0, count // 2, count - 1})

@@ -22,17 +22,21 @@ from quantkit.export.check import Placement, check_models
 from quantkit.export.fused.split import emit_blocks, emit_embedding, emit_head
 from quantkit.export.genai import CONFIG_FILE
 from quantkit.export.graph import save
-from quantkit.export.rotary import context_of
 from quantkit.model.model_map import ModelMap, to_json
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.folder import folder_bytes, new_artifact
+from quantkit.pipeline.folder import (
+    folder_bytes,
+    new_artifact,
+    require_apart,
+    require_replaceable,
+)
 from quantkit.pipeline.stages.export import (
     WEIGHTS_FILE,
     checkpoint_header,
     projection_formats,
     write_companions,
 )
-from quantkit.pipeline.stages.prepare import discard, prepare
+from quantkit.pipeline.stages.prepare import discard, prepare, resumable
 from quantkit.pipeline.stages.resolve import Resolved, resolve
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
@@ -100,18 +104,20 @@ def protect(
 ) -> Protected:
     """Quantizes and splits a model; the output appears only once it is complete."""
     check_permutes(permutes)
-    if key_file.absolute().is_relative_to(output.absolute()):
+    if key_file.resolve().is_relative_to(output.resolve()):
         raise InputError(
             "the key would lie inside the output, and a folder is easily copied whole",
             where=f"--key {key_file}",
             next_step="choose a place outside of it",
         )
+    require_apart(output, {"the model": recipe.model})
+    require_replaceable(output, force=force)
     progress = Progress(quiet=quiet)
     resolved = resolve(recipe, progress)
     recipe = resolved.recipe
     require_decoder(resolved)
     model = fingerprint(resolved.source.config, resolved.model_map, resolved.weights)
-    with new_artifact(output, force=force) as partial:
+    with new_artifact(output, force=force) as partial, resumable(resolved):
         makes_key = not key_file.exists()
         key = create_key(key_file, model) if makes_key else open_key(key_file, model)
         prepared = prepare(resolved)
@@ -240,7 +246,7 @@ def write_host(
         checkpoint,
         target=TARGETS[recipe.target],
         keeps_weights_outside=keeps_outside,
-        metadata={"kind": HOST, "max_positions": context_of(side.model_map)},
+        metadata={"kind": HOST, "max_positions": side.model_map.context},
     )
     save(graph, folder / MODEL_FILE)
     if not keeps_outside:
@@ -306,7 +312,7 @@ def write_manifests(
         "quantkit": quantkit.__version__,
         "pair": pair,
         "width": model_map.hidden_size,
-        "context": context_of(model_map) or DEFAULT_CONTEXT,
+        "context": model_map.context or DEFAULT_CONTEXT,
     }
     client = {
         "model": model_map.name,

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from quantkit.model.model_map import Activation, Block, FfnKind, Layer, ModelMap, Norm, NormKind, Role
 from quantkit.model.weights.tensors import TensorSource
+from quantkit.quantization.grid import Doubles
 from quantkit.quantization.projections import bias_of, weight_of
 
 # Letters: H hidden units, I channels that they read.
-Doubles = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 MARGIN = 1e-5  # of the sizes in a bound, by which it must be below zero
 

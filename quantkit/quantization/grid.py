@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from quantkit.plan.formats import Grid
 
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Codes = NDArray[np.int8]  # int16 on a grid of 16 bits
 
 

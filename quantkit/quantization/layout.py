@@ -22,7 +22,6 @@ from quantkit.plan.formats import FLOAT, Format, Grid, Scheme, format_for, in_bl
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import matches
 from quantkit.quantization.grid import Floats, decode, from_bytes, from_halves
-from quantkit.quantization.projections import run_starts
 
 DTYPES: dict[str, Any] = {  # as safetensors spells them
     "F32": np.float32,
@@ -35,6 +34,11 @@ HALVES = ("high", "low")  # of codes of 16 bits
 LARGEST_GROUP_BLOCK = 64  # of a block-diagonal weight whose scheme has no blocks
 PACKED_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
 assert set(PACKED_ROLES) < set(ATTENTION_ROLES)
+
+
+def run_starts(rows: Rows) -> range:
+    """First rows of the runs of a projection's rows in its stored matrix."""
+    return range(rows.start, rows.start + rows.stride * rows.count, rows.stride)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import Layer, Rows
 from quantkit.model.weights.tensors import TensorSource
+from quantkit.quantization.layout import run_starts
 
 ROWS_AT_ONCE = 1024
 Read = Callable[..., NDArray[Any]]  # name, first row, number of rows -> rows
@@ -28,11 +29,6 @@ def weight_name(layer: Layer) -> str:
 def is_transposed(layer: Layer) -> bool:
     """Whether the layer is stored as [in, out]."""
     return LINEARS[layer.stored_as].is_transposed
-
-
-def run_starts(rows: Rows) -> range:
-    """First rows of the runs of a projection's rows in its stored matrix."""
-    return range(rows.start, rows.start + rows.stride * rows.count, rows.stride)
 
 
 def runs_of(layer: Layer, step: int) -> Iterator[tuple[int, int]]:

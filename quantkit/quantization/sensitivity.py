@@ -37,6 +37,7 @@ from quantkit.quantization.projections import rows_of
 from quantkit.quantization.rounding.apply import input_grid, prepared_fit
 from quantkit.quantization.search import Choice, PackOptions
 from quantkit.quantization.simulate import input_hook, rounding_of
+from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
 VERSION = 2  # of the method: a change invalidates older losses
 
@@ -137,7 +138,8 @@ def _read(cache: Path, digest: str) -> dict[str, float]:
 
 
 def _write(cache: Path, digest: str, losses: Mapping[str, float]) -> None:
-    cache.parent.mkdir(parents=True, exist_ok=True)
     beside = cache.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps({"key": digest, "losses": dict(losses)}, indent=1), encoding="utf-8")
-    beside.replace(cache)
+    with writing(cache.parent, next_step=OTHER_CACHE):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"key": digest, "losses": dict(losses)}, indent=1), encoding="utf-8")
+        beside.replace(cache)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from quantkit.report.figures import figures, megabytes
+from quantkit.report.tables import Json
 
-Json = Mapping[str, Any]
 # Losses beyond these are noticeable: per-tensor INT8 costs a real decoder 19% of perplexity and 0.18 nats,
 # scales for blocks of 128 cost 1% and 0.008.
 MAX_INCREASE = 0.05
@@ -28,6 +27,7 @@ def alarms_of(document: Json) -> tuple[str, ...]:
         *_budget_alarms(document),
         *_latency_alarms(document),
         *_memory_alarms(document.get("memory", {})),
+        *(f"NOT MEASURED: {failure}" for failure in document.get("failures", ())),
     )
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.report.figures import figures, megabytes
-from quantkit.report.tables import Page, Table
+from quantkit.report.tables import Json, Page, Table
 
-Json = Mapping[str, Any]
 PACKAGES = ("onnxruntime",)  # packages whose version decides speed and, by kernels, accuracy
 LARGEST_DRIFT = 0.10  # of the float reference's time between two runs; beyond it a warning is shown
 # Paths in a report that two comparable figures agree in.
@@ -41,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedArtifact:
-    """Figures of one artifact under the keys of `METRICS`, and their ratios to those of the first."""
+    """Figures of one artifact under the keys of `METRICS`, and ratios to the first artifact."""
 
     folder: str  # as the user gave it
     model: str

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from quantkit.plan.cost.roofline import Estimate, short
+from quantkit.plan.cost.roofline import short
 from quantkit.plan.cost.rows import Fit, Row
 from quantkit.plan.cost.specification import Specification
-from quantkit.report.tables import Page, Table, table_of, to_csv
+from quantkit.report.tables import Cells, Page, Table, table_of, to_csv
 
-Cells = Mapping[str, Callable[[Row], str]]  # column -> text of a row
 CSV_COLUMNS = (
     "index", "name", "processing", "block", "calls", "input_shape", "output_shape", "formula", "parameters",
     "macs", "flops", "input_bytes", "weight_bytes", "weight_traffic_bytes", "output_bytes",
@@ -204,7 +203,7 @@ def _memory(spec: Specification) -> Table:
 
 
 def _estimates(spec: Specification) -> Table:
-    cells: Mapping[str, Callable[[Estimate], str]] = {
+    cells: Cells = {
         "device": lambda estimate: estimate.device,
         "phase": lambda estimate: estimate.phase,
         "bound": lambda estimate: estimate.bound,

@@ -24,6 +24,8 @@ from quantkit.runtime.providers.placement import Placement
 if TYPE_CHECKING:  # it imports torch
     from quantkit.quantization.transforms.alpha import Smoothing
 
+PROTOCOL = ("text", "num_tokens", "window", "stride")  # keys of an accuracy
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
@@ -74,6 +76,7 @@ class Report:
     recipe_sha256: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
     notes: tuple[str, ...] = ()  # measurements that were not possible, each with its reason
+    failures: tuple[str, ...] = ()  # measurements that ended in an error, each with its reason
     fit: str = "rtn"
     transforms: tuple[str, ...] = ()
     layer_losses: tuple[LayerLoss, ...] = ()
@@ -132,38 +135,24 @@ def _size_json(size: Size) -> dict[str, Any]:
 
 
 def _accuracy_json(accuracy: Accuracy) -> dict[str, Any]:
-    return {
-        "perplexity": {
-            "reference": accuracy.reference.value,
-            "reference_standard_error": accuracy.reference.standard_error,
-            "quantized": accuracy.quantized.value,
-            "quantized_standard_error": accuracy.quantized.standard_error,
-            "increase": accuracy.increase,
-            "increase_standard_error": accuracy.increase_standard_error,
-        },
-        "kl_divergence": accuracy.kl_divergence,
-        "kl_standard_error": accuracy.kl_standard_error,
-        "kl_99th_percentile": accuracy.kl_99th_percentile,
-        "top1_agreement": accuracy.top1_agreement,
-        "max_relative_logit_error": accuracy.max_relative_logit_error,
-        "is_meaningful": accuracy.is_meaningful,
-        "protocol": _protocol_json(accuracy),
-    }
+    """The record's fields, with perplexity and protocol as objects of their own."""
+    fields = to_json(accuracy)
+    protocol = {key: fields.pop(key) for key in PROTOCOL}
+    reference, quantized = (_perplexity(name, fields.pop(name)) for name in ("reference", "quantized"))
+    increase = {key: fields.pop(key) for key in ("increase", "increase_standard_error")}
+    return {"perplexity": reference | quantized | increase, **fields, "protocol": protocol}
 
 
 def _perplexity_json(measured: TextPerplexity) -> dict[str, Any]:
-    perplexity = measured.perplexity
+    fields = to_json(measured)
     return {
-        "perplexity": {
-            "quantized": perplexity.value,
-            "quantized_standard_error": perplexity.standard_error,
-        },
-        "protocol": _protocol_json(measured),
+        "perplexity": _perplexity("quantized", fields["perplexity"]),
+        "protocol": {key: fields[key] for key in PROTOCOL},
     }
 
 
-def _protocol_json(measured: Accuracy | TextPerplexity) -> dict[str, Any]:
-    return {key: getattr(measured, key) for key in ("text", "num_tokens", "window", "stride")}
+def _perplexity(model: str, perplexity: Mapping[str, float]) -> dict[str, float]:
+    return {model: perplexity["value"], f"{model}_standard_error": perplexity["standard_error"]}
 
 
 def _latency_json(latency: Latency) -> dict[str, Any]:

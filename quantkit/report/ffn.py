@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from quantkit.report.figures import figures
-from quantkit.report.tables import Page, Table, table_of
+from quantkit.report.tables import Cells, Json, Page, Table, table_of
 
-Json = Mapping[str, Any]
 # Column -> cell of one FFN; the last column is the verdict.
-COLUMNS: Mapping[str, Callable[[Json], str]] = {
+COLUMNS: Cells = {
     "block": lambda ffn: str(ffn["block"]),
     "units": lambda ffn: f"{ffn['hidden_features']:,}",
     "inactive": lambda ffn: f"{ffn['num_silent']:,}",

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.report.tables import Page, Table
+from quantkit.report.tables import Cells, Page, table_of
 
 GIB = 1 << 30
+PROVIDERS: Cells = {
+    "provider": lambda provider: str(provider["name"]),
+    "usable": lambda provider: "yes" if provider["usable"] else "no",
+    "devices or reason": lambda provider: ", ".join(provider["devices"]) or provider["why_not"] or "-",
+}
+CHECKS: Cells = {
+    "check": lambda check: str(check["name"]),
+    "status": lambda check: str(check["status"]),
+    "result -> remedy": lambda check: " -> ".join(filter(None, (check["message"], check["cure"]))),
+}
 
 
 def health_page(diagnosis: dict[str, Any]) -> Page:
@@ -15,18 +25,6 @@ def health_page(diagnosis: dict[str, Any]) -> Page:
     features = ", ".join(name for name, present in cpu["features"].items() if present)
     packages = ", ".join(
         f"{name} {version}" for name, version in diagnosis["packages"].items() if version is not None
-    )
-    providers = tuple(
-        (
-            provider["name"],
-            "yes" if provider["usable"] else "no",
-            ", ".join(provider["devices"]) or provider["why_not"] or "-",
-        )
-        for provider in diagnosis["providers"]
-    )
-    checks = tuple(
-        (check["name"], check["status"], " -> ".join(filter(None, (check["message"], check["cure"]))))
-        for check in diagnosis["checks"]
     )
     return Page(
         head=(
@@ -39,11 +37,7 @@ def health_page(diagnosis: dict[str, Any]) -> Page:
             f"disk: {diagnosis['free_disk_bytes'] / GIB:.1f} GiB free",
         ),
         tables=(
-            Table(
-                title="Execution providers",
-                columns=("provider", "usable", "devices or reason"),
-                rows=providers,
-            ),
-            Table(title="Checks", columns=("check", "status", "result -> remedy"), rows=checks),
+            table_of("Execution providers", diagnosis["providers"], PROVIDERS, text=3),
+            table_of("Checks", diagnosis["checks"], CHECKS, text=3),
         ),
     )

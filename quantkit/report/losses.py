@@ -7,18 +7,15 @@ holds all of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from quantkit.plan.formats import FLOAT
 from quantkit.report.ffn import units_table
 from quantkit.report.figures import figures, megabytes
-from quantkit.report.tables import Page, Table, table_of
+from quantkit.report.tables import Cells, Json, Page, Table, table_of
 
 MOST_ROWS = 8
 PLAIN_FIT = "rtn"
-Json = Mapping[str, Any]
-Cells = Mapping[str, Callable[[Json], str]]
 
 
 def loss_lines(document: Json) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Tables and lines of measured results: size, accuracy, latency and memory, beside a reference or alone.
+"""Measured results, beside a reference or alone: tables, lines, and the page of `eval` and `bench`.
 
 `quantize`, `eval` and `bench` write the same JSON keys, so the three pages share everything here.
 """
@@ -10,12 +10,26 @@ from typing import Any
 
 from quantkit.report.alarms import MEMORY_PEAKS
 from quantkit.report.figures import figures, megabytes, with_error
-from quantkit.report.tables import Table
+from quantkit.report.tables import Json, Page, Table
 
-Json = Mapping[str, Any]
 Row = tuple[str, str, str, str]  # metric, reference, quantized, change
 SPREAD = ("median", "lowest", "quartiles", "highest", "runs")
 NONE = "-"
+
+
+def rerun_page(document: Mapping[str, Any]) -> Page:
+    """The page, from the content of `rerun_json` or `evaluation_json`."""
+    reference = f"; reference: {document['reference']}" if "reference" in document else ""
+    return Page(
+        head=(f"{artifact_line(document)}{reference}",),
+        tables=measured_tables(document),
+        foot=tuple(protocol_lines(document)),
+        warnings=tuple(document["notes"]),
+    )
+
+
+def artifact_line(document: Mapping[str, Any]) -> str:
+    return f"{document['artifact']}: {document['scheme']} of {document['model']}"
 
 
 def measured_tables(document: Json) -> tuple[Table, ...]:

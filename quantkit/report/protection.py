@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from quantkit.report.tables import Page, table_of
+from quantkit.report.tables import Cells, Json, Page, table_of
 
-Json = Mapping[str, Any]
 REVEALED = 0.5  # share of a permutation from which it counts as recovered
 ATTACKS = ("by_known_rows", "by_sorted_values")
 
 
 def audit_page(orders: Sequence[Json]) -> Page:
     """One row for each permutation, from the JSON form of an audit."""
-    cells: Mapping[str, Callable[[Json], str]] = {
+    cells: Cells = {
         "weights": lambda order: "this folder" if order["is_given"] else str(order["weights"]),
         "permuted": lambda order: ", ".join(order["permutes"]),
         "order of": lambda order: str(order["space"]),

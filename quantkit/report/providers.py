@@ -6,15 +6,12 @@ Each provider runs in a process of its own. A provider that fails is a row too, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from quantkit.report.figures import BAR_CELLS, bar, figures, megabytes, percent
-from quantkit.report.measurements import machine_line
-from quantkit.report.reruns import artifact_line
-from quantkit.report.tables import Page, Table
+from quantkit.report.measurements import artifact_line, machine_line
+from quantkit.report.tables import Json, Page, Table
 
-Json = Mapping[str, Any]
 SHOWN_LAYERS = 3  # of each operator that ran on the CPU instead; the rest are counted
 # Key of a provider's accuracy -> column, and a value as text.
 ACCURACIES: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -5,18 +5,16 @@ The page is made from the content of report.json, so an artifact's report can be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from quantkit.report.alarms import alarms_of
 from quantkit.report.figures import figures
 from quantkit.report.inspection import plan_lines
 from quantkit.report.losses import loss_lines, loss_tables
 from quantkit.report.measurements import measured_tables, protocol_lines
-from quantkit.report.tables import Page
+from quantkit.report.tables import Json, Page
 
 MAX_KEPT_LINES = 6
-Json = Mapping[str, Any]
 
 
 def quantization_page(document: Json) -> Page:

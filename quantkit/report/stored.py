@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from quantkit.errors import InputError
 from quantkit.files import read_json, reading
 from quantkit.report.document import Report
+from quantkit.report.tables import Json
 
-Json = Mapping[str, Any]
 AGAIN = "quantize again to write a new report"
 
 

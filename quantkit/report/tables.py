@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+Json = Mapping[str, Any]
+Cells = Mapping[str, Callable[[Any], str]]  # column -> text of a record
 GAP = 2  # between two columns
 LEAST_WIDTH = 15  # of a column that may be broken
 PIPED_WIDTH = 110  # a pipe has no width of its own
@@ -38,7 +40,7 @@ class Table:
 def table_of(
     title: str,
     records: Iterable[Any],
-    cells: Mapping[str, Callable[[Any], str]],
+    cells: Cells,
     *,
     text: int = 1,
     whole: tuple[str, ...] = (),

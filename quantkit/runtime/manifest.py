@@ -74,13 +74,13 @@ def faults_of(folder: Path, manifest: dict[str, Any], *, sums_large: bool) -> It
                 yield f"{name} differs from the manifest"
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_known = name in files or path.name == MANIFEST or path.name.startswith(".") or path.suffix == ".md"
+        is_known = name in files or name == MANIFEST or path.name.startswith(".") or path.suffix == ".md"
         if not is_known and not path.is_dir() and name.split("/")[0] not in IGNORED_FOLDERS:
             yield f"{name} is not in the manifest"
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Path in the folder -> SHA-256, of every file but the manifest."""
+    """Path in the folder -> SHA-256, of every file but the folder's own manifest."""
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in _files(folder)}
 
 
@@ -91,7 +91,7 @@ def sum_files(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
 
 
 def sha256_of(path: Path) -> str:

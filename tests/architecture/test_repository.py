@@ -13,7 +13,7 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
 MAX_README_BYTES = 10_000
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers: its rules one by one, and what its own modules hold."""
+"""Every rotary rule of every family that rotates: the float graph has transformers' logits."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import json
 import numpy as np
 import pytest
 import torch
-import transformers
-from exporting import NOTHING, error, export
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from exporting import NOTHING, build_tiny, error, export
 
 from quantkit.errors import InputError
-from quantkit.export.rotary import RULES, rotation_of
-from quantkit.model.inspect import map_module
-from quantkit.model.model_map import Attention, PositionKind
+from quantkit.export.rotary import cosines_and_sines
+from quantkit.model.families import FAMILIES
+from quantkit.model.inspect import inspect, map_module
+from quantkit.model.load import TRANSFORMERS_MAJOR
 from quantkit.runtime.decoder import open_decoder, start
 
-HEAD_DIM, POSITIONS, ORIGINAL = 64, 4096, 512
+ORIGINAL, POSITIONS = 16, 40
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "max_position_embeddings": POSITIONS}
+PAIRS = SIZES["head_dim"] // 2
 RANDOM = np.random.default_rng(0)
-SHORT = [float(each) for each in RANDOM.uniform(1, 2, HEAD_DIM // 2)]
-LONG = [float(each) for each in RANDOM.uniform(2, 40, HEAD_DIM // 2)]
+IDS = np.random.default_rng(1).integers(6, 60, (1, POSITIONS))
+SHORT, LONG = RANDOM.uniform(1, 2, PAIRS).tolist(), RANDOM.uniform(2, 40, PAIRS).tolist()
+YARN = {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": ORIGINAL}
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -28,164 +31,108 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": ORIGINAL,
 }
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
-SCALINGS = {
-    "default": None,
-    "linear": {"rope_type": "linear", "factor": 2.5},
-    "llama3": LLAMA3,
-    "llama3 of Llama 3.2": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 2048},
-    "yarn": YARN,
-    "yarn, betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
-    "yarn, past the last pair": {**YARN, "beta_slow": 1e-6},
-    "yarn, not truncated": {**YARN, "truncate": False},
-    "yarn, mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-    "yarn, attention factor": {**YARN, "attention_factor": 1.25},
-    "longrope": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
-    "longrope, attention factor": {
-        "rope_type": "longrope",
-        "short_factor": SHORT,
-        "long_factor": LONG,
-        "attention_factor": 1.1,
+CONFIGS = {
+    "plain": {},
+    "theta": {"rope_theta": 500.0},
+    "default": {"rope_scaling": {"rope_type": "default"}},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    "linear, old spelling": {"rope_scaling": {"type": "linear", "factor": 2.5}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "llama3": {"rope_scaling": LLAMA3},
+    "llama3, strong": {"rope_scaling": {**LLAMA3, "factor": 32.0}},
+    "yarn": {"rope_scaling": YARN},
+    "yarn, betas": {"rope_scaling": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}},
+    "yarn, past the last pair": {"rope_scaling": {**YARN, "beta_slow": 1e-6}},
+    "yarn, not truncated": {"rope_scaling": {**YARN, "truncate": False}},
+    "yarn, mscale": {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "yarn, attention factor": {"rope_scaling": {**YARN, "attention_factor": 1.25}},
+    "yarn, original outside": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.5},
+        "original_max_position_embeddings": ORIGINAL,
     },
+    "longrope": {"rope_scaling": LONGROPE, "original_max_position_embeddings": ORIGINAL},
+    "longrope, original inside": {
+        "rope_scaling": {**LONGROPE, "factor": 2.5, "original_max_position_embeddings": ORIGINAL}
+    },
+    "longrope, factor": {"rope_scaling": {**LONGROPE, "factor": 3.5}},
+    "longrope, attention factor": {
+        "rope_scaling": {**LONGROPE, "attention_factor": 1.4},
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "partial": {"partial_rotary_factor": 0.5, "rotary_pct": 0.5},
+    "parameters": {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}},
 }
-THETAS = (10000.0, 500000.0)
-
-
-def config_of(scaling, theta):
-    """Phi-3, which brought LongRoPE, spells it in three fields and one beside them; Llama has the rest."""
-    scaling = dict(scaling) if scaling else None
-    sizes = {
-        "vocab_size": 31,
-        "hidden_size": 2 * HEAD_DIM,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": POSITIONS,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-    }
-    if not scaling or scaling["rope_type"] != "longrope":
-        return transformers.LlamaConfig(**sizes)
-    sizes["original_max_position_embeddings"] = ORIGINAL
-    if len(scaling) > 3:
-        return transformers.LlamaConfig(**sizes)
-    scaling["type"] = scaling.pop("rope_type")
-    return transformers.Phi3Config(**sizes, pad_token_id=0)
-
-
-def model_of(config):
-    model_class = {"phi3": transformers.Phi3ForCausalLM, "llama": transformers.LlamaForCausalLM}[
-        config.model_type
-    ]
-    return model_class(config)
-
-
-def attention_of(scaling, theta=10000.0):
-    pairs = tuple(sorted(scaling.items())) if scaling else ()
-    return Attention(
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        position=PositionKind.ROPE,
-        rope_theta=theta,
-        rotary_dim=HEAD_DIM,
-        rope_scaling=pairs,
+FAMILIES_WITH_ROPE = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+CASES = [
+    pytest.param(
+        family,
+        changes,
+        id=f"{family}-{name}",
+        marks=() if family == "llama" or name.startswith(("longrope", "partial")) else pytest.mark.slow,
     )
+    for family in FAMILIES_WITH_ROPE
+    for name, changes in CONFIGS.items()
+]
 
 
-def agree(made, frequencies, factor):
-    wanted = frequencies.double().numpy()
-    difference = np.abs(made.frequencies - wanted)
-    assert made.frequencies.shape == wanted.shape == (HEAD_DIM // 2,)
-    assert made.frequencies.dtype == np.float32
-    assert (difference / wanted).max() < 1e-6
-    assert difference.max() < 1e-6
-    assert made.factor == pytest.approx(factor, rel=1e-6)
+def model_of(family, changes):
+    sizes = {**FAMILIES[family].tiny, **SIZES, **json.loads(json.dumps(changes))}
+    if family == "gpt_neox":
+        del sizes["head_dim"]
+    if family == "phi3" and "rope_type" in (
+        sizes.get("rope_scaling") or {}
+    ):  # its published configs' spelling
+        sizes["rope_scaling"]["type"] = sizes["rope_scaling"].pop("rope_type")
+    return build_tiny(FAMILIES[family].tiny_class, sizes)
 
 
-@pytest.mark.parametrize("theta", THETAS)
-@pytest.mark.parametrize("name", SCALINGS)
-def test_each_rule_is_that_of_transformers(name, theta):
-    scaling = SCALINGS[name]
-    kind = scaling["rope_type"] if scaling else "default"
-    if kind not in ROPE_INIT_FUNCTIONS:
-        pytest.skip(f"transformers {transformers.__version__} keeps the rule '{kind}' in its modules")
-    wanted = ROPE_INIT_FUNCTIONS[kind](config_of(scaling, theta), "cpu")
-    attention = attention_of(scaling, theta)
-    if kind == "longrope":  # Phi-3 says it beside the rule and not in it
-        attention = attention_of({**scaling, "original_max_position_embeddings": ORIGINAL}, theta)
-    agree(rotation_of(attention, max_positions=POSITIONS), *wanted)
+def logits_of(model, ids):
+    with torch.inference_mode():
+        return model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
 
 
-@pytest.mark.parametrize("theta", THETAS)
-@pytest.mark.parametrize("name", SCALINGS)
-def test_from_a_config_to_what_its_module_holds(name, theta):
-    model = model_of(config_of(SCALINGS[name], theta))
-    model_map = map_module(model, name=name)
-    made = rotation_of(model_map.blocks[0].attentions[0], max_positions=model_map.max_positions)
-    rotary = model.model.rotary_emb
-    agree(made, rotary.inv_freq, rotary.attention_scaling)
-    assert made.max_positions == (ORIGINAL if "longrope" in name else None)
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_the_float_graph_rotates_as_transformers_does(family, changes, tmp_path):
+    if "rope_parameters" in changes and TRANSFORMERS_MAJOR < 5:
+        pytest.skip("a spelling of transformers 5")
+    try:
+        model = model_of(family, changes)
+        wanted = {length: logits_of(model, IDS[:, :length]) for length in (ORIGINAL, POSITIONS)}
+    except Exception as fault:
+        pytest.skip(f"transformers cannot run it: {type(fault).__name__}")
+    model.save_pretrained(tmp_path / "model")
+    try:
+        exported = export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
+    except InputError:
+        return
+    assert exported.kind == "decoder"
+    decoder = open_decoder(tmp_path / "out", threads=1)
+    for length, logits in wanted.items():
+        if length <= decoder.context:
+            assert error(decoder.logits(IDS[:, :length]), logits).relative < 1e-4
+        else:  # another table from there on, which cannot share a cache with this one
+            assert "longrope" in json.dumps(changes)
+            with pytest.raises(InputError, match=f"up to {decoder.context} tokens"):
+                start(decoder, batch=1, capacity=length)
 
 
-def test_partly_rotated_heads():
-    config = transformers.GPTNeoXConfig(
-        vocab_size=31,
-        hidden_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        rotary_pct=0.25,
-        rotary_emb_base=5000,
-    )
-    model = transformers.GPTNeoXForCausalLM(config)
-    attention = map_module(model, name="partly").blocks[0].attentions[0]
-    made = rotation_of(attention, max_positions=2048)
-    wanted = model.gpt_neox.rotary_emb.inv_freq.numpy()
-    assert made.frequencies.shape == wanted.shape == (8,)
-    assert (np.abs(made.frequencies - wanted) / wanted).max() < 1e-6
-
-
-@pytest.mark.parametrize("position", [0, 1, 37, POSITIONS - 1])
+@pytest.mark.parametrize("position", [0, 1, 37, 4095])
 def test_cosines_and_sines_are_those_of_the_module(position):
     """The angles themselves, at the far end of the context too."""
-    model = model_of(config_of(SCALINGS["yarn"], 10000.0))
+    model = model_of("llama", {**CONFIGS["yarn"], "max_position_embeddings": 4096})
     attention = map_module(model, name="yarn").blocks[0].attentions[0]
-    made = rotation_of(attention, max_positions=POSITIONS)
-    cosines, sines = model.model.rotary_emb(torch.zeros(1), torch.tensor([[position]]))
-    angles = np.float32(position) * made.frequencies
-    half = HEAD_DIM // 2
-    # Float32 frequencies that differ by an ulp turn by 4096 ulps at the end of the context.
-    assert np.abs(np.cos(angles) * made.factor - cosines[0, 0, :half].numpy()).max() < 1e-3
-    assert np.abs(np.sin(angles) * made.factor - sines[0, 0, :half].numpy()).max() < 1e-3
+    made = cosines_and_sines(attention, 4096)
+    wanted = model.model.rotary_emb(torch.zeros(1), torch.tensor([[position]]))
+    for table, row in zip(made, wanted, strict=True):
+        # Float32 frequencies that differ by an ulp turn by 4096 ulps at the end of the context.
+        assert np.abs(table[position] - row[0, 0, :PAIRS].numpy()).max() < 1e-3
 
 
-def test_only_longrope_ends_before_the_model_does():
-    assert rotation_of(attention_of(YARN), max_positions=POSITIONS).max_positions is None
-    scaling = {**SCALINGS["longrope"], "original_max_position_embeddings": ORIGINAL}
-    assert rotation_of(attention_of(scaling), max_positions=POSITIONS).max_positions == ORIGINAL
-
-
-def test_a_longrope_model_runs_as_far_as_its_table(tmp_path):
-    torch.manual_seed(0)
-    model = model_of(config_of(SCALINGS["longrope"], 10000.0)).eval()
-    model.save_pretrained(tmp_path / "model")
+def test_a_longrope_model_ends_where_its_short_factors_do(tmp_path):
+    model_of("phi3", CONFIGS["longrope"]).save_pretrained(tmp_path / "model")
+    assert inspect(str(tmp_path / "model")).context == ORIGINAL
     export(tmp_path / "model", tmp_path / "out", min_dim=NOTHING)
-    decoder = open_decoder(tmp_path / "out", threads=1)
-    ids = np.random.default_rng(0).integers(0, 31, (1, ORIGINAL))
-    with torch.inference_mode():
-        wanted = model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
-    assert error(decoder.logits(ids), wanted).relative < 1e-4
-    assert decoder.context == ORIGINAL
-    with pytest.raises(InputError, match=f"up to {ORIGINAL} tokens"):
-        start(decoder, batch=1, capacity=ORIGINAL + 1)
     settings = json.loads((tmp_path / "out" / "genai_config.json").read_text())
-    assert settings["model"]["context_length"] == ORIGINAL
-
-
-@pytest.mark.once
-def test_a_rule_that_changes_with_the_length_is_refused():
-    with pytest.raises(InputError) as caught:
-        rotation_of(attention_of({"rope_type": "dynamic", "factor": 2.0}), max_positions=POSITIONS)
-    assert "'dynamic'" in str(caught.value)
-    assert all(kind in str(caught.value) for kind in RULES)
+    assert (
+        settings["model"]["context_length"] == open_decoder(tmp_path / "out", threads=1).context == ORIGINAL
+    )

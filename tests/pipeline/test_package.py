@@ -404,7 +404,7 @@ def test_what_is_no_artifact(artifact, package, tmp_path):
 def _relist(folder: Path, **extra: str) -> None:
     """The manifest as if the run had left the folder so."""
     manifest = json.loads((folder / MANIFEST).read_text())
-    names = [path.name for path in folder.iterdir() if path.name != MANIFEST]
+    names = [path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
     manifest["files"] = {name: hash_of(folder / name) for name in names} | extra
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
@@ -439,6 +439,23 @@ def test_what_the_runner_cannot_run(artifact, tmp_path):
     _relist(folder, **{"../secret": hash_of(tmp_path / "secret")})
     with pytest.raises(InputError, match="outside of the folder"):
         pack(folder, tmp_path / "out")
+
+    folder = changed("climbing")
+    (folder / "LICENSE").mkdir()
+    (folder / "terms").write_text("terms")
+    name = "LICENSE/../../climbing/terms"  # in the artifact a file, in a package a way out
+    _relist(folder, **{name: hash_of(folder / "terms")})
+    for output in ("out", "out.zip"):
+        with pytest.raises(InputError, match="outside of the folder"):
+            pack(folder, tmp_path / "deep" / output)
+    assert not (tmp_path / "deep").exists()
+
+    folder = changed("linked")
+    (folder / "compiled").mkdir()
+    for name in ("model.qnn.onnx", "model.qnn.json"):
+        (folder / "compiled" / name).symlink_to(tmp_path / "secret")
+    packed = pack(folder, tmp_path / "linked package")
+    assert not (packed.path / "compiled").exists()
 
     folder = changed("no graph")
     (folder / "model.onnx").write_text("not a graph")

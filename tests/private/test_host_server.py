@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ from websockets.sync.client import connect as websocket_connect
 from quantkit.errors import InputError
 from quantkit.private.client.model import generate_split, open_client
 from quantkit.private.host.model import open_host
-from quantkit.private.host.server import Limits, listen
+from quantkit.private.host.server import MAX_STRANGERS, Limits, busiest, listen
 from quantkit.private.protocol import (
     Message,
     ProtocolError,
@@ -488,23 +489,37 @@ def test_sixteen_clients_at_once_for_a_minute(pair, client, wanted):
     assert sixteen_at_once(pair, client, wanted, seconds=60) >= 160
 
 
-def test_too_many_connections_are_closed_and_the_rest_served(pair, client, wanted):
+def test_silent_connections_keep_no_client_out(pair, client, wanted):
+    """The oldest of too many connections without a token are closed, and the clients stay."""
     with served(pair.host, max_sessions=1) as server, contextlib.ExitStack() as stack:
+        early = join(server, client)
         silent = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
-            for _ in range(8)
+            for _ in range(MAX_STRANGERS + 12)
         ]
+        wait_until(lambda: len(select.select(silent[:12], [], [], 0)[0]) == 12, seconds=30)
+        assert all(each.recv(10) == b"" for each in silent[:12])
+        assert select.select(silent[12:], [], [], 0)[0] == [], "the newest may still show a token"
+        assert replies(client, early, prompt_of(1)) == wanted(1)
+        early.close()
+        wait_until(lambda: is_free(server.host))
         assert_serves(server, client, wanted)
-        silent += [
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
-            for _ in range(4)
-        ]
-        # The client that left frees its place when its thread ends: before one of the four, or after them.
-        wait_until(lambda: len(select.select(silent[-4:], [], [], 0)[0]) >= 3, seconds=30)
-        closed = select.select(silent[-4:], [], [], 0)[0]
-        assert all(each.recv(10) == b"" for each in closed), "there is no place for them"
-        silent[0].close()
-        time.sleep(0.1)
+
+
+def test_the_address_with_most_connections_gives_way_first():
+    peers = [Mock(**{"getpeername.return_value": (address, 1)}) for address in "abbacb"]
+    assert busiest(peers) is peers[1]
+    peers[1].getpeername.side_effect = OSError
+    assert busiest(peers) is peers[0]
+
+
+def test_who_shows_a_token_and_opens_no_session_is_let_go(pair, client, wanted):
+    with served(pair.host, limits=Limits(handshake_seconds=0.3, idle_seconds=60)) as server:
+        with plain_client(server) as plain:
+            plain.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                while plain.recv(4096):
+                    pass
         assert_serves(server, client, wanted)
 
 

@@ -20,7 +20,7 @@ from quantkit.export.decoder import DecoderWalk, why_not
 from quantkit.export.fused.latent import add_latents, keeps_latents
 from quantkit.export.fused.operators import FusedOperators
 from quantkit.export.graph import CONTRIB, Graph
-from quantkit.export.rotary import rotation_of
+from quantkit.export.rotary import Rotation, cosines_and_sines, rotation_of
 from quantkit.export.walk import Stream, norm_at
 from quantkit.model.model_map import Attention, Block, ModelMap, NormPlace, PositionKind
 from quantkit.plan.targets import Target
@@ -78,7 +78,7 @@ class FusedDecoder(FusedOperators):
     bias: str = ""  # [batch, 1, sequence, total]
     num_new: str = ""  # [1], int64: tokens that each row is given now
     places: str = ""  # [batch, rows, 1], int64: new tokens that logits are computed of
-    rotations: dict[Any, int] = field(default_factory=dict)
+    rotations: dict[Rotation, int] = field(default_factory=dict)
 
     def read_mask(self, new: str) -> None:
         """Inputs for mask and positions; lengths and the padding bias from the mask alone.
@@ -201,15 +201,12 @@ class FusedDecoder(FusedOperators):
     def rotation(self, attention: Attention) -> tuple[str, str]:
         """Names of the cosine and sine tables, one pair for all blocks that turn alike."""
         graph = self.graph
-        key = (attention.rope_theta, attention.rotary_dim, attention.rope_scaling)
+        key = rotation_of(attention)
         label = f"rope_{self.rotations.setdefault(key, len(self.rotations))}"
         if f"{label}/cos" not in graph.initializers:
-            limit = self.model_map.max_positions or 2048
-            turn = rotation_of(attention, max_positions=limit)
-            positions = np.arange(turn.max_positions or limit, dtype=np.float32)
-            angles = positions[:, None] * turn.frequencies[None, :]
-            graph.constant(f"{label}/cos", (np.cos(angles) * turn.factor).astype(np.float32))
-            graph.constant(f"{label}/sin", (np.sin(angles) * turn.factor).astype(np.float32))
+            cos, sin = cosines_and_sines(attention, self.model_map.context or 2048)
+            graph.constant(f"{label}/cos", cos)
+            graph.constant(f"{label}/sin", sin)
         return f"{label}/cos", f"{label}/sin"
 
 

@@ -33,8 +33,9 @@ def why_not_static(model_map: ModelMap, shape: StaticShape) -> str | None:
         reason = (
             f"its attention looks back {min(limits)} tokens only, and {shape.total} places were asked for"
         )
-    if reason is None and model_map.max_positions and shape.total > model_map.max_positions:
-        reason = f"it has {model_map.max_positions} positions, and {shape.total} were asked for"
+    context = model_map.context
+    if reason is None and context and shape.total > context:
+        reason = f"it has {context} positions, and {shape.total} were asked for"
     return reason
 
 

@@ -26,7 +26,7 @@ from quantkit.quantization.layout import Checkpoint, Contents
 def why_not_static_encoder(model_map: ModelMap, tokens: int) -> str | None:
     """Why this encoder has no such graph, or None when it has."""
     reason = why_not_encoder(model_map)
-    longest = (model_map.max_positions or tokens) - model_map.position_offset
+    longest = model_map.context or tokens
     if reason is None and not 0 < tokens <= longest:
         reason = f"it has {longest} positions, and {tokens} were asked for"
     return reason

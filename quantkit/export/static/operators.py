@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from quantkit.export.graph import Graph
-from quantkit.export.rotary import rotation_of
+from quantkit.export.rotary import Rotation, cosines_and_sines, rotation_of
 from quantkit.export.walk import Stream, norm_at
 from quantkit.model.model_map import (
     Activation,
@@ -70,7 +70,7 @@ class StaticOperators:
     spells_norms: bool = False  # RMS norms in operators that are older than RMSNormalization
     shown: str = ""  # [1, 1, 1, total]: 0 for the places that the mask shows, HIDDEN for others
     positions: str = ""  # input with the tokens' positions; empty where they are 0, 1, 2, ...
-    rotations: dict[Any, list[str]] = field(default_factory=dict)  # cosines and signed sines
+    rotations: dict[Rotation, list[str]] = field(default_factory=dict)  # cosines and signed sines
 
     def read_mask(self) -> None:
         graph, total = self.graph, self.shape.total
@@ -218,11 +218,9 @@ class StaticOperators:
         assert attention.rotary_dim is not None
         sizes = (1, 1, self.shape.tokens, attention.head_dim)
         half, rest = attention.rotary_dim // 2, attention.head_dim - attention.rotary_dim
-        key = (attention.rope_theta, attention.rotary_dim, attention.rope_scaling)
+        key = rotation_of(attention)
         if key not in self.rotations:
-            turn = rotation_of(attention, max_positions=self.model_map.max_positions or 2048)
-            angles = np.arange(total, dtype=np.float32)[:, None] * turn.frequencies[None, :]
-            cos, sin = np.cos(angles) * turn.factor, np.sin(angles) * turn.factor
+            cos, sin = cosines_and_sines(attention, total)
             still = np.zeros((total, rest), np.float32)
             label = f"rope_{len(self.rotations)}"
             tables = {"cos": [cos, cos, still + 1], "sin": [-sin, sin, still]}

@@ -202,6 +202,9 @@ GEMMA2 = replace(
     model_types=("gemma2",),
     stacks=(replace(LLAMA_STACK, norms=SANDWICH_NORMS),),
     placement=NormPlacement.SANDWICH,
+    windows="layer_types",
+    softcaps_scores=True,
+    softcaps_logits=True,
     tiny_class="Gemma2ForCausalLM",
     tiny={**GEMMA_TINY, "sliding_window": 8},
 )
@@ -227,6 +230,7 @@ PHI3 = replace(
             activation="mlp.activation_fn",
         ),
     ),
+    windows="every layer",
     tiny_class="Phi3ForCausalLM",
     variants=(),
 )
@@ -235,18 +239,27 @@ MISTRAL = replace(
     LLAMA,
     name="mistral",
     model_types=("mistral",),
+    windows="every layer",
     tiny_class="MistralForCausalLM",
     tiny={**LLAMA_TINY, "sliding_window": 8},
     variants=(),
 )
 
-QWEN2 = replace(LLAMA, name="qwen2", model_types=("qwen2",), tiny_class="Qwen2ForCausalLM", variants=())
+QWEN2 = replace(
+    LLAMA,
+    name="qwen2",
+    model_types=("qwen2",),
+    windows="layer_types",
+    tiny_class="Qwen2ForCausalLM",
+    variants=(),
+)
 
 QWEN3 = replace(
     LLAMA,
     name="qwen3",
     model_types=("qwen3",),
     stacks=(replace(LLAMA_STACK, norms={**PRE_NORMS, **QUERY_KEY_NORMS}),),
+    windows="layer_types",
     tiny_class="Qwen3ForCausalLM",
     tiny=GEMMA_TINY,
     variants=(),
@@ -257,5 +270,6 @@ GEMMA3 = replace(
     name="gemma3",
     model_types=("gemma3_text",),
     stacks=(replace(LLAMA_STACK, norms={**SANDWICH_NORMS, **QUERY_KEY_NORMS}),),
+    softcaps_scores=False,  # its class has the field and computes without it
     tiny_class="Gemma3ForCausalLM",
 )

@@ -51,7 +51,7 @@ ROBERTA = replace(
     model_types=("roberta", "xlm-roberta", "camembert"),
     outer_norms={**BERT_EMBEDDING_NORM, "lm_head.layer_norm": FINAL_NORM},
     other={"lm_head.dense": "stays", "pooler.dense": "reads"},
-    position_offset=2,
+    counts_from_padding=True,
     tiny_class="RobertaForMaskedLM",
 )
 

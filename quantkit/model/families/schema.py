@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quantkit.errors import InputError
 from quantkit.model.model_map import (
     EmbeddingKind,
     NormKind,
@@ -37,9 +38,17 @@ class ByConfig:
 
 
 def read_fact(fact: Any, config: Mapping[str, Any]) -> Any:
-    """A fact of a row under a config, of which several fields may decide it; an unknown value raises."""
+    """A fact of a row under a config, of which several fields may decide it."""
     while isinstance(fact, ByConfig):
-        fact = fact.values[config.get(fact.key, fact.absent)]
+        value = config.get(fact.key, fact.absent)
+        if value not in tuple(fact.values):
+            raise InputError(
+                f"{fact.key} is {value!r}",
+                where="config.json",
+                allowed=", ".join(map(repr, fact.values)),
+                next_step="a checkpoint with code of its own may mean another value",
+            )
+        fact = fact.values[value]
     return fact
 
 
@@ -69,7 +78,7 @@ class Stack:
     cross_projections: Mapping[str, tuple[Role, ...]] = field(default_factory=dict)
     # Projections that only a training loss reads -> the config field with their number of output heads.
     training_only: Mapping[str, str] = field(default_factory=dict)
-    calls: tuple[str, str] | None = None  # a shared block runs config[first] // config[second] times
+    calls: tuple[str, str] | None = None  # config[second] groups of blocks share config[first] depths in turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +101,10 @@ class Family:
     scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
     scales_tied_head: bool | ByConfig = False  # a tied head reads its input times 1 / sqrt(hidden)
     position_offset: int = 0  # rows before the first position
+    counts_from_padding: bool = False  # positions begin behind row `pad_token_id`, and padding has that row
+    windows: Literal["none", "every layer", "layer_types"] = "none"  # which layers have config.sliding_window
+    softcaps_scores: bool = False  # by config.attn_logit_softcapping
+    softcaps_logits: bool = False  # by config.final_logit_softcapping
     names: Mapping[str, str] = field(default_factory=dict)  # newer module name -> name in checkpoints
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from quantkit.errors import InputError
 from quantkit.model.companions import make_fast_tokenizer
 from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap
-from quantkit.quantization.calibration.tokens import calibration_tokens, context_length
+from quantkit.quantization.calibration.tokens import calibration_tokens
 from quantkit.recipe import Recipe
+from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
 # Letters: N windows, T tokens.
@@ -30,15 +30,15 @@ def calibration_windows(
     length: int | None = None,
 ) -> Tokens:
     """Windows of the calibration text [N, T]; random ids for random weights, which no text fits."""
-    context = context_length(model_map)
+    context = model_map.context
     length = length or recipe.calibration.length
     length = length if context is None else min(length, context)
     windows = windows or recipe.calibration.windows
     if recipe.random_weights:
         return random_windows(recipe, model_map, windows=windows, length=length)
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+    with temporary_folder() as folder:
         return calibration_tokens(
-            encode=_encoder(source, Path(folder)),
+            encode=_encoder(source, folder),
             vocab_size=model_map.vocab_size or 0,
             source=Path(recipe.calibration.text).expanduser() if recipe.calibration.text else None,
             num_windows=windows,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 import quantkit
-from quantkit.evaluation.measure import Measured, environment
+from quantkit.evaluation.measure import Measured, attempt, environment
 from quantkit.model.model_map import to_json
 from quantkit.pipeline.stages.float_reference import Twin, measures_anything
 from quantkit.pipeline.stages.write import Written, layer_losses
@@ -41,7 +42,8 @@ def cpu_placement(written: Written) -> Placement | None:
 def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
     prepared, resolved = written.prepared, written.prepared.resolved
     recipe, plan, exported = written.recipe, written.plan, written.exported
-    placement = cpu_placement(written)
+    failures = [*twin.failures, *measured.failures]
+    placement = attempt("placement", partial(cpu_placement, written), failures)
     return Report(
         model=resolved.model_map.name,
         scheme=recipe.scheme,
@@ -66,6 +68,7 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         placement=(placement,) if placement else (),
         has_random_weights=recipe.random_weights,
         notes=(*resolved.model_map.notes, *resolved.notes, *prepared.notes, *measured.notes),
+        failures=tuple(failures),
         recipe_sha256=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
         seconds={name: round(seconds, 3) for name, seconds in resolved.progress.seconds.items()},
         fit=recipe.fit,

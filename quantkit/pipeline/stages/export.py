@@ -28,7 +28,6 @@ from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import ModelProto, load, save
 from quantkit.export.half import to_half
-from quantkit.export.rotary import context_of
 from quantkit.export.traced.lower import lower
 from quantkit.export.traced.trace import trace
 from quantkit.export.traffic import Traffic, to_metadata, traffic_of
@@ -109,6 +108,16 @@ def kind_of(model_map: ModelMap) -> str:
     """How a model is exported: as a fused "decoder" or "encoder", or "traced"."""
     if why_not(model_map) is None:
         return "decoder"
+    blocks = [block for block in model_map.blocks if block.stack == "decoder"]
+    if any(
+        not (attention.is_causal or attention.is_cross) for block in blocks for attention in block.attentions
+    ):
+        raise InputError(
+            f"{model_map.architecture} is a decoder whose attention looks in both directions",
+            where="config.json (use_bidirectional_attention, is_causal)",
+            allowed="decoders with causal attention, and encoders such as BERT",
+            next_step="use a model of one of these kinds; no graph here has such a mask",
+        )
     return "encoder" if why_not_encoder(model_map) is None else "traced"
 
 
@@ -229,7 +238,7 @@ def require_tensors(contents: Contents, weights: TensorSource, where: str) -> No
 def graph_metadata(job: ExportJob, contents: Contents, kind: str) -> dict[str, Any]:
     """The metadata of a written graph, by which it is opened without its model."""
     return {
-        "max_positions": context_of(job.model_map),
+        "max_positions": job.model_map.context,
         "scheme": job.scheme,
         "model": job.model_map.name,
         "kind": kind,

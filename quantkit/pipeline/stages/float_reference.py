@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from quantkit.errors import InputError
 from quantkit.evaluation.artifact import open_artifact, why_not_measured
-from quantkit.evaluation.measure import Measured, measure
+from quantkit.evaluation.measure import Measured, attempt, measure
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.pipeline.stages.export import float_bytes
 from quantkit.pipeline.stages.write import Written, write_float
@@ -34,6 +35,7 @@ class Twin:
     folder: Path | None = None
     num_bytes: int | None = None
     note: str = ""
+    failures: tuple[str, ...] = ()  # why it could not be written
 
 
 @contextmanager
@@ -60,7 +62,11 @@ def float_twin(written: Written, folder: Path) -> Iterator[Twin]:
     twin = folder / ".reference"
     twin.mkdir()
     try:
-        yield _write_twin(written, twin)
+        failures: list[str] = []
+        made = attempt("the float reference", partial(_write_twin, written, twin), failures)
+        if made is None:
+            shutil.rmtree(twin)  # before anything else is written to a disk that may be full
+        yield made or Twin(failures=tuple(failures))
     finally:
         shutil.rmtree(twin, ignore_errors=True)
 

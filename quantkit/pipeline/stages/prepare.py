@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from quantkit.errors import InputError
 from quantkit.model.model_map import Layer, ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.pipeline.folder import claim
+from quantkit.pipeline.folder import HELD, claim
 from quantkit.pipeline.stages.calibration_text import (
     Tokens,
     calibration_windows,
@@ -40,7 +40,6 @@ from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.quick import quick_peaks
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics, StatisticsOf
 from quantkit.quantization.calibration.store import StatisticsFile
-from quantkit.quantization.calibration.tokens import context_length
 from quantkit.quantization.grid import decode_all
 from quantkit.quantization.rounding import FITS
 from quantkit.quantization.rounding.rtn import round_to_nearest
@@ -51,6 +50,7 @@ from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.smoothquant import Rule, smoothable
 from quantkit.quantization.transforms.spaces import spaces_of
 from quantkit.runtime.machine.cache import cache_folder
+from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
 SEARCHED_ROWS = 256  # of a space's input, for the strength of smoothing
 BATCH = 4  # windows that run at once
@@ -150,17 +150,19 @@ def _with_output_gradients(prepared: Prepared) -> Prepared:
     if not layers:
         return prepared
     folder, prepared = _statistics_folder(prepared, f"{len(recipe.transforms)}-gradients")
-    gradients = weigh_outputs(
-        resolved.source,
-        prepared.model_map,
-        prepared.weights,
-        layers,
-        statistics_windows(recipe, resolved.source, prepared.model_map),
-        num_windows=calibration.gradient_windows,
-        seed=calibration.seed,
-        folder=folder,
-        progress=resolved.progress,
-    )
+    windows_NT = statistics_windows(recipe, resolved.source, prepared.model_map)
+    with _writing_at(folder, resolved):
+        gradients = weigh_outputs(
+            resolved.source,
+            prepared.model_map,
+            prepared.weights,
+            layers,
+            windows_NT,
+            num_windows=calibration.gradient_windows,
+            seed=calibration.seed,
+            folder=folder,
+            progress=resolved.progress,
+        )
     if isinstance(gradients, str):
         return replace(prepared, notes=(*prepared.notes, f"GPTQ weighs all outputs the same: {gradients}"))
     return replace(
@@ -197,7 +199,7 @@ def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tupl
     resolved, model_map = prepared.resolved, prepared.model_map
     recipe = resolved.recipe
     notes: tuple[str, ...] = ()
-    length = min(QUICK_LENGTH, context_length(model_map) or QUICK_LENGTH)
+    length = min(QUICK_LENGTH, model_map.context or QUICK_LENGTH)
     try:
         windows_NT = calibration_windows(
             recipe, resolved.source, model_map, windows=QUICK_WINDOWS, length=length
@@ -284,7 +286,10 @@ def _calibrate(
     resolved, model_map = prepared.resolved, prepared.model_map
     tokens_NT: Tokens = statistics_windows(resolved.recipe, resolved.source, model_map)
     folder, prepared = _statistics_folder(prepared, step)
-    with resolved.progress.stage("calibration", total=int(tokens_NT.size), unit="tokens") as count:
+    with (
+        _writing_at(folder, resolved),
+        resolved.progress.stage("calibration", total=int(tokens_NT.size), unit="tokens") as count,
+    ):
         file = collect(
             torch_model(resolved.source, model_map, prepared.weights),
             tokens_NT,
@@ -296,6 +301,25 @@ def _calibrate(
             progress=count,
         )
     return file, prepared
+
+
+def _writing_at(folder: Path, resolved: Resolved) -> contextlib.AbstractContextManager[None]:
+    """Name the folder of statistics where its disk is full."""
+    remedy = "free some space, or name a folder on another disk with --statistics"
+    next_step = remedy if resolved.statistics else OTHER_CACHE
+    return writing(folder, next_step=f"{next_step}; the same command goes on from here")
+
+
+@contextlib.contextmanager
+def resumable(resolved: Resolved) -> Iterator[None]:
+    """Note at an interrupt that its statistics are kept, if there are any."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as stop:
+        folders = [resolved.statistics] if resolved.statistics else HELD
+        if any(folder.is_dir() and any(folder.iterdir()) for folder in folders):
+            stop.add_note("the same command goes on from the calibration that is done")
+        raise
 
 
 def _statistics_folder(prepared: Prepared, step: str) -> tuple[Path, Prepared]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quantkit.errors import InputError
-from quantkit.export.rotary import context_of
 from quantkit.export.static.decoder import why_not_static
 from quantkit.export.static.operators import StaticShape
 from quantkit.model.model_map import ModelMap
@@ -69,9 +68,7 @@ def _lengths(static: Static, model_map: ModelMap, kind: str, where: str) -> dict
     windows = [
         attention.window for block in model_map.blocks for attention in block.attentions if attention.window
     ]
-    context = context_of(model_map) or CACHE + PROMPT
-    if kind != "decoder":
-        context -= model_map.position_offset
+    context = model_map.context or CACHE + PROMPT
     longest = min([context, *windows])
     prompt = static.prompt or min(PROMPT, longest - (kind == "decoder"))
     if static.prompt is None and prompt == BROKEN_PROMPT:

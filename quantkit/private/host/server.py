@@ -6,11 +6,13 @@ reason. The token is checked before a WebSocket is opened. Refusals are a few wo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +45,7 @@ except ImportError as error:
     raise missing_library() from error
 
 SPARE_CONNECTIONS = 8  # beyond one per client, so that a surplus client gets a refusal with a reason
+MAX_STRANGERS = 64  # connections that have shown no token; the oldest of the busiest address gives way
 CLOSE_SECONDS = 1.0  # for the peer's part of the closing handshake
 OPENING_FIELDS = ("version", "pair", "width", "capacity")
 
@@ -51,22 +54,26 @@ OPENING_FIELDS = ("version", "pair", "width", "capacity")
 class Limits:
     message_bytes: int = 64 << 20
     idle_seconds: float = 300.0  # from a reply to the end of the next message, and for sending a reply
-    handshake_seconds: float = 10.0  # from the connection to the end of its HTTP request
+    handshake_seconds: float = 10.0  # for the HTTP request with the token, and then for the opening
 
 
 def listen(address: tuple[str, int], host: Host, token: str, limits: Limits) -> Server:
     """A bound server; an unavailable port is the caller's wrong input."""
     credentials = b"Bearer " + token.encode()
     max_connections = host.max_sessions + SPARE_CONNECTIONS
-    open_sockets: list[socket.socket] = []
+    strangers: list[socket.socket] = []  # without a token so far, the oldest first
+    clients: list[socket.socket] = []
     lock = threading.Lock()
 
     def admit(peer: socket.socket, *arguments: Any, **options: Any) -> ServerConnection:
         with lock:
-            open_sockets[:] = [other for other in open_sockets if other.fileno() >= 0]
-            if len(open_sockets) >= max_connections:
-                raise ConnectionRefusedError  # the server closes the socket
-            open_sockets.append(peer)
+            strangers[:] = [other for other in strangers if other.fileno() >= 0]
+            if len(strangers) >= MAX_STRANGERS:
+                oldest = busiest(strangers)
+                strangers.remove(oldest)
+                with contextlib.suppress(OSError):  # it ended by itself
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread then closes it
+            strangers.append(peer)
         peer.settimeout(limits.idle_seconds)  # for sending: a peer that reads nothing loses its connection
         return ServerConnection(peer, *arguments, **options)
 
@@ -77,6 +84,12 @@ def listen(address: tuple[str, int], host: Host, token: str, limits: Limits) -> 
             return connection.respond(HTTPStatus.UNAUTHORIZED, "wrong token")
         if request.path != PATH:
             return connection.respond(HTTPStatus.NOT_FOUND, f"the only path is {PATH}")
+        with lock:
+            clients[:] = [other for other in clients if other.fileno() >= 0]
+            if connection.socket not in strangers or len(clients) >= max_connections:
+                return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
+            strangers.remove(connection.socket)
+            clients.append(connection.socket)
         return None
 
     try:
@@ -104,12 +117,26 @@ def listen(address: tuple[str, int], host: Host, token: str, limits: Limits) -> 
         ) from error
 
 
+def busiest(sockets: list[socket.socket]) -> socket.socket:
+    """The first socket of the address that has the most."""
+    counts = Counter(map(address_of, sockets))
+    return max(sockets, key=lambda peer: counts[address_of(peer)])
+
+
+def address_of(peer: socket.socket) -> str:
+    try:
+        return str(peer.getpeername()[0])
+    except OSError:  # it has ended
+        return ""
+
+
 def converse(connection: ServerConnection, *, host: Host, limits: Limits) -> None:
     """Answers one client's messages until the connection ends or stays idle for too long."""
     session: HostSession | None = None
     try:
         while True:
-            data = connection.recv(timeout=limits.idle_seconds)
+            waits = limits.idle_seconds if session else min(limits.idle_seconds, limits.handshake_seconds)
+            data = connection.recv(timeout=waits)
             try:
                 message = read_message(data)
                 if session is None:

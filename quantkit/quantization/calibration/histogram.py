@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.quantization.grid import Doubles
+
 # Letters: N occupied bins, in ascending order.
-Doubles = NDArray[np.float64]
 DROPPED_BITS = 15  # of the 23 of the fraction
 HALF = 1 << (31 - DROPPED_BITS)  # bins of one sign
 NUM_BINS = 2 * HALF

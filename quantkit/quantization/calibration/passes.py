@@ -65,7 +65,7 @@ class Held:
 
 @dataclass(kw_only=True, slots=True)
 class Watch:
-    """What the hooks of one part gather."""
+    """Running statistics of one part of the pass, which hooks fill."""
 
     is_open: bool = True
     running: dict[str, running.Running] = field(default_factory=dict)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantkit.quantization.calibration.histogram import DROPPED_BITS, HALF, NUM_BINS, ranges_of, read_bins
-from quantkit.quantization.calibration.statistics import FIELDS, Floats
+from quantkit.quantization.calibration.statistics import FIELDS
+from quantkit.quantization.grid import Floats
 
 # Letters: T rows (tokens), I channels of the input, S rows of the sample.
 CHUNK_ROWS = 1024

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quantkit.model.model_map import Layer
+from quantkit.quantization.grid import Floats
 
 # Letters: T tokens, I channels of the input, O outputs.
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,22 +16,11 @@ from numpy.typing import NDArray
 
 from quantkit import files
 from quantkit.errors import InputError
-from quantkit.model.model_map import EmbeddingKind, ModelMap
 
 # Letters: B windows, T tokens of a window, N tokens of the text, R and C rows and columns of a user's ids.
 Tokens = NDArray[np.int64]
 NUM_WINDOWS, LENGTH = 32, 512
 BUNDLED = "bundled calibration text"
-ALLOWED = "a text file in UTF-8, or token ids in .npy"
-NEXT_STEP = "check --calibration-text, or save the file again as UTF-8"
-
-
-def context_length(model_map: ModelMap) -> int | None:
-    """The longest window of the model; None where its positions have no limit."""
-    for table in model_map.embeddings:
-        if table.kind is EmbeddingKind.POSITION:
-            return table.num_rows - model_map.position_offset
-    return model_map.max_positions
 
 
 def calibration_tokens(
@@ -54,7 +43,13 @@ def calibration_tokens(
     if source is not None and source.suffix.lower() == ".npy":
         ids = _read_ids(source)
     else:
-        ids = np.asarray(encode(_read_text(source)), np.int64)
+        text = read_text(
+            source,
+            bundled="calibration.txt",
+            flag="--calibration-text",
+            allowed="a text file in UTF-8, or token ids in .npy",
+        )
+        ids = np.asarray(encode(text), np.int64)
     require_known_ids(ids, vocab_size, where=where)
     random = np.random.default_rng(seed)
     if ids.ndim == 2:
@@ -100,20 +95,19 @@ def _too_short(num_tokens: int, needed: int, where: str) -> InputError:
     )
 
 
-def _read_text(source: Path | None) -> str:
+def read_text(source: Path | None, *, bundled: str, flag: str, allowed: str = "a text file in UTF-8") -> str:
+    """The user's text, or a bundled one; `flag` and `allowed` are for the error message."""
     if source is None:
-        bundled = resources.files("quantkit") / "assets" / "demo" / "calibration.txt"
-        return bundled.read_text(encoding="utf-8")
-    text = files.read_text(source, allowed=ALLOWED, next_step=NEXT_STEP)
+        return (resources.files("quantkit") / "assets" / "demo" / bundled).read_text(encoding="utf-8")
+    next_step = f"check {flag}, or save the file again as UTF-8"
+    text, fault = files.read_text(source, allowed=allowed, next_step=next_step), ""
     if "\0" in text:  # two-byte encodings of plain English decode without an error, with zeros between
-        raise _unreadable(source, "holds zero bytes, which no text in UTF-8 does")
+        fault = "holds zero bytes, which no text in UTF-8 does"
     if not text.strip():
-        raise _unreadable(source, "the calibration text is empty")
+        fault = fault or "the text is empty"
+    if fault:
+        raise InputError(fault, where=str(source), allowed=allowed, next_step=next_step)
     return text
-
-
-def _unreadable(source: Path, what: str) -> InputError:
-    return InputError(what, where=str(source), allowed=ALLOWED, next_step=NEXT_STEP)
 
 
 def _read_ids(source: Path) -> Tokens:

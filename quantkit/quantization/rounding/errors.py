@@ -54,7 +54,7 @@ class Squares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """Squares of weights and outputs over some rows; those of outputs are 0 without a second moment."""
+    """Squares of weights and of outputs over some rows; outputs stay 0 without a second moment."""
 
     weights: Squares = Squares()
     outputs: Squares = Squares()

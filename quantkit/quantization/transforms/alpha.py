@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.grid import Floats
+from quantkit.quantization.grid import Doubles, Floats
 from quantkit.quantization.projections import row_chunks
-from quantkit.quantization.transforms.basis import Diagonal, Doubles, Space
+from quantkit.quantization.transforms.basis import Diagonal, Space
 from quantkit.quantization.transforms.draft import opened
 from quantkit.quantization.transforms.settings import ChannelStatistics
 from quantkit.quantization.transforms.smoothquant import (

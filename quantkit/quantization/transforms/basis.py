@@ -14,11 +14,12 @@ from typing import ClassVar, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.quantization.grid import Doubles
+
 # Letters: T rows, I channels of the space, H heads, D channels of a head.
 SpaceKind = Literal["norm_output", "residual", "ffn_hidden", "value_heads"]
 BasisKind = Literal["diagonal", "orthogonal", "permutation", "per_head_orthogonal", "head_permutation"]
 BASIS_KINDS: tuple[BasisKind, ...] = get_args(BasisKind)
-Doubles = NDArray[np.float64]
 Order = NDArray[np.int64]
 
 

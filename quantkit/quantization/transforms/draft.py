@@ -15,8 +15,9 @@ import numpy as np
 
 from quantkit.model.model_map import Layer, ModelMap, Norm, NormKind
 from quantkit.model.weights.tensors import TensorSource
+from quantkit.quantization.grid import Doubles
 from quantkit.quantization.projections import is_transposed, rows_of, weight_name
-from quantkit.quantization.transforms.basis import Action, Doubles
+from quantkit.quantization.transforms.basis import Action
 from quantkit.quantization.transforms.source import AddProduct, Along, Changed, Edit, Fill, TransformedTensors
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.transforms.basis import Basis, Doubles, HeadRotation, Rotation
+from quantkit.quantization.grid import Doubles
+from quantkit.quantization.transforms.basis import Basis, HeadRotation, Rotation
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.source import Changed

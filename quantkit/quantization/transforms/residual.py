@@ -140,7 +140,7 @@ def _reason_against_all(
     wrong += [] if ends["enters"] else [name for name in token_tables if name not in tables]
     is_half_tied = head is not None and head.tied_to and (head.tied_to in tables) != (head in readers)
     reasons = {
-        "without a language-model head the stream itself is what the model returns": head is None,
+        "without a language-model head the model returns the stream itself": head is None,
         f"'{(*strays, '')[0]}' has no role, so whether it touches the stream is unknown": strays,
         f"'{(*wrong, '')[0]}' is not as wide as the stream": wrong,
         "the head shares the embedding's table, and only one of them is on the stream": is_half_tied,

@@ -18,8 +18,9 @@ import numpy as np
 from quantkit.errors import InputError
 from quantkit.model.model_map import Layer, ModelMap
 from quantkit.model.weights.tensors import TensorSource
+from quantkit.quantization.grid import Doubles
 from quantkit.quantization.projections import row_chunks
-from quantkit.quantization.transforms.basis import Basis, Diagonal, Doubles, Space
+from quantkit.quantization.transforms.basis import Basis, Diagonal, Space
 from quantkit.quantization.transforms.change import apply_change
 from quantkit.quantization.transforms.draft import opened
 from quantkit.quantization.transforms.settings import ChannelStatistics, TransformSettings

@@ -17,13 +17,8 @@ from numpy.typing import NDArray
 
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.transforms.basis import (
-    Action,
-    Diagonal,
-    Doubles,
-    Order,
-    Permutation,
-)
+from quantkit.quantization.grid import Doubles
+from quantkit.quantization.transforms.basis import Action, Diagonal, Order, Permutation
 
 CHUNK_VALUES = 1 << 20
 

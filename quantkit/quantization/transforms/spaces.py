@@ -37,7 +37,7 @@ NEEDED_ROLES = (
     Role.FFN_DOWN,
 )
 OF_THE_RESIDUAL = "a norm's input is the residual: permute or rotate that space"
-TIED = "the head shares the token table with the embedding: what goes into one would show in the other"
+TIED = "the head shares the token table with the embedding, so a change of one is a change of the other"
 UNTIE = (
     "allow the head weights of its own (unties_head=True; it costs the size of the table), or leave it out"
 )
@@ -61,7 +61,7 @@ def require_spaces(model_map: ModelMap) -> tuple[Space, ...]:
         raise InputError(
             f"no row in the families table, so it has no spaces: missing roles are {missing}",
             where=model_map.name,
-            next_step="quantize it without a transform, or add its row to quantkit/model/families.py",
+            next_step="quantize it without a transform, or add its row to quantkit/model/families",
         )
     return spaces
 
@@ -99,7 +99,7 @@ def _stray(model_map: ModelMap, block: str | None) -> str | None:
     """The reason that a module without a role in this block gives against any change."""
     names = [layer.name for layer in model_map.layers if layer.block == block and layer.role is Role.OTHER]
     names += [entry.name for entry in model_map.unmapped if block and entry.name.startswith(f"{block}.")]
-    return f"'{names[0]}' has no role, so what it reads and writes is unknown" if block and names else None
+    return f"'{names[0]}' has no role, so its input and output are unknown" if block and names else None
 
 
 def _norm_outputs(model_map: ModelMap) -> Iterator[Space]:
@@ -127,16 +127,16 @@ def _norm_outputs(model_map: ModelMap) -> Iterator[Space]:
 def _reason_against_scales(
     norm: Norm, readers: Sequence[Layer], placements: Mapping[str, NormPlacement]
 ) -> str | None:
-    """Why scales of this norm's output cannot go into its readers."""
+    """The reason that scales of this norm's output cannot go into its readers."""
     stream = "the residual, which the next sum reads"
     wrong = [layer for layer in readers if layer.in_features != norm.features]
     is_read_inside = any(layer.block and not layer.is_cross_attention for layer in readers)
     reasons = {
         f"a post-norm: its output also is {stream}": placements.get(norm.block or "") is NormPlacement.POST,
-        f"it stands on a sublayer's output: what it gives goes into {stream}": (
+        f"it normalises a sublayer's output, which is added to {stream}": (
             not readers and norm.place in (NormPlace.AFTER_ATTENTION, NormPlace.AFTER_FFN)
         ),
-        f"it stands on the embedding: its output is {stream}": (
+        f"it normalises the embedding: its output is {stream}": (
             norm.place is NormPlace.EMBEDDING and (not readers or is_read_inside)
         ),
         "no linear of the map reads it: its output is the model's": not readers,
@@ -151,7 +151,7 @@ def _reason_shared(model_map: ModelMap, norm: Norm, readers: Sequence[Layer]) ->
     other = next(
         (sibling for sibling in model_map.norms if sibling is not norm and fed & set(sibling.feeds)), None
     )
-    return f"what reads it is shared: '{other.name}' feeds it too" if other else None
+    return f"its readers are shared: '{other.name}' feeds them too" if other else None
 
 
 def _stray_reader(model_map: ModelMap, norm: Norm) -> str | None:

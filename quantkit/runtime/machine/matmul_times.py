@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from quantkit.model.model_map import to_json
 from quantkit.plan.min_dim import FLOAT, Product, ShapeTime
 from quantkit.runtime.graph import open_graph
 from quantkit.runtime.machine.cache import Key, machine_key, read_measured, write_measured
+from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.machine.facts import read_memory
 
 CACHE_INDEX = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -132,8 +132,8 @@ def _measure_shape(
     """All formats of one shape, in turns; `copies` by format and number of rows."""
     runs: dict[tuple[str, int], Callable[[], None]] = {}
     for (name, rows), count in copies.items():
-        with tempfile.TemporaryDirectory(prefix="quantkit-", ignore_cleanup_errors=True) as folder:
-            session = open_graph(build(Path(folder), product, name, count), threads=settings.threads)
+        with temporary_folder() as folder:
+            session = open_graph(build(folder, product, name, count), threads=settings.threads)
         runs[name, rows] = _runner(session, product, rows, count)
     del session
     samples: dict[tuple[str, int], list[float]] = {key: [] for key in runs}

@@ -31,6 +31,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.runtime.graph import TYPES
+from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.providers.table import Provider, open_on
 
 
@@ -172,8 +173,8 @@ def read_macs(path: Path, *, num_tokens: int = NUM_TOKENS) -> dict[str, int]:
     # The level at which graphs are shared out; above it, the CPU's own fusions would rename nodes.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_profiling = True
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
-        options.profile_file_prefix = str(Path(folder) / "shapes")
+    with temporary_folder() as folder:
+        options.profile_file_prefix = str(folder / "shapes")
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             session.run(None, feeds_of(session, num_tokens=num_tokens))

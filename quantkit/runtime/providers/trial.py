@@ -28,6 +28,7 @@ from typing import Any
 
 import quantkit
 from quantkit.errors import InputError
+from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.providers.table import PROVIDERS, one_line
 
 MODULE = "quantkit.runtime.providers.trial"
@@ -81,9 +82,11 @@ def try_provider(
         command += ["--ids", str(ids), "--logits", str(logits)]
     if choice.python is None:
         return outcome_of(run_limited(command, time_limit=time_limit), choice)
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as path:
-        _lend_package(Path(path))
-        ended = run_limited(command, time_limit=time_limit, environment={**os.environ, "PYTHONPATH": path})
+    with temporary_folder() as path:
+        _lend_package(path)
+        ended = run_limited(
+            command, time_limit=time_limit, environment={**os.environ, "PYTHONPATH": str(path)}
+        )
     return outcome_of(ended, choice)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.model.inspect import inspect
-from quantkit.quantization.calibration.tokens import calibration_tokens, context_length
+from quantkit.quantization.calibration.tokens import calibration_tokens
 
 pytestmark = pytest.mark.once
 
@@ -125,4 +125,4 @@ def test_no_windows_are_refused(options):
 )
 def test_the_context_of_a_model(model, length):
     """RoBERTa and OPT count positions from 2; only RoBERTa's config counts those two rows too."""
-    assert context_length(inspect(model)) == length
+    assert inspect(model).context == length
