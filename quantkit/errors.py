@@ -6,6 +6,8 @@ mistake of the package stays an ordinary exception with a traceback.
 
 from __future__ import annotations
 
+MAX_CHARACTERS = 1000  # of a part; longer ones are cut in the middle
+
 
 class InputError(ValueError):
     """A fault in the user's input. Its four parts are attributes; `str(error)` is the line for the terminal.
@@ -26,4 +28,12 @@ class InputError(ValueError):
             parts.append(f"allowed: {allowed}")
         if next_step:
             parts.append(f"next: {next_step}")
-        super().__init__("; ".join(" ".join(part.split()) for part in parts))
+        super().__init__("; ".join(_one_line(part) for part in parts))
+
+
+def _one_line(text: str) -> str:
+    """The text without line ends and control characters; a file may have brought it along."""
+    line = " ".join(text.split())
+    if len(line) > MAX_CHARACTERS:
+        line = f"{line[: MAX_CHARACTERS // 2]} ... {line[-MAX_CHARACTERS // 4 :]}"
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

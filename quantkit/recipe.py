@@ -15,9 +15,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import InputError
+from quantkit.files import read_text, reading, require_shallow
 from quantkit.plan.formats import AUTO, SCHEMES
 
 RECIPE_FILE = "recipe.yaml"  # in an artifact
+MAX_BYTES = 1 << 18  # of a recipe
+MAX_THREADS = 1024
 
 
 class Section(BaseModel):
@@ -52,7 +55,7 @@ class Measure(Section):
     max_tokens: int = Field(default=16384, ge=2, description="most tokens of the text")
     prompt: int = Field(default=128, ge=1, description="tokens of the timed prompt")
     decode: int = Field(default=32, ge=1, description="decoded tokens per timed run")
-    threads: int | None = Field(default=None, ge=1, description="threads; default: all cores")
+    threads: int | None = Field(default=None, ge=1, le=MAX_THREADS, description="threads; default: all cores")
     seconds: float = Field(default=20.0, gt=0, description="most seconds for latency")
 
 
@@ -152,6 +155,7 @@ class Recipe(Section):
         return self.budget.max_ppl_increase is not None or self.budget.max_kl is not None
 
 
+EXAMPLES = "see recipes/ for examples"
 SECTIONS: dict[tuple[str, ...], type[Section]] = {
     (): Recipe,
     ("select",): Select,
@@ -162,18 +166,28 @@ SECTIONS: dict[tuple[str, ...], type[Section]] = {
 }
 
 
+class PlainLoader(yaml.SafeLoader):
+    """Plain values alone: aliases can grow without limit, and of duplicate keys one would be ignored."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not read")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = [key for number, key in enumerate(keys) if key in keys[:number]]
+        if repeated:
+            raise yaml.YAMLError(f"the key {repeated[0]!r} twice")
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe file; an error is one line that names the key."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"cannot be read ({error.strerror})", where=str(path), next_step="see recipes/ for examples"
-        ) from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, a date that is none
-        raise InputError(
-            f"not YAML ({error})", where=str(path), next_step="see recipes/ for examples"
-        ) from error
+    text = read_text(path, MAX_BYTES, next_step=EXAMPLES)
+    with reading(path, "not YAML", next_step=EXAMPLES):
+        content = yaml.load(text, Loader=PlainLoader)
+        require_shallow(content)
     return check_recipe(content, where=str(path))
 
 

@@ -121,7 +121,7 @@ def test_files_that_cannot_be_read(tmp_path):
         with pytest.raises(InputError, match="cannot be read"):
             load_recipe(path)
     (tmp_path / "latin.yaml").write_bytes("model: caf\xe9".encode("latin-1"))
-    with pytest.raises(InputError, match="not YAML"):
+    with pytest.raises(InputError, match="cannot be read as UTF-8"):
         load_recipe(tmp_path / "latin.yaml")
 
 

@@ -40,6 +40,9 @@ TrustRemoteCode = Annotated[
 ]
 ArtifactFolder = Annotated[Path, typer.Argument(help="a folder that 'quantkit quantize' wrote")]
 OutputFormat = Annotated[str, typer.Option("--format", help="table, markdown or json")]
+CheckFiles = Annotated[
+    str, typer.Option("--check", help="hashes compared first: all, quick (sums of large files) or none")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 

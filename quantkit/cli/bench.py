@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.app import ArtifactFolder, AsJson, app, finish, show
+from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app, finish, show
 from quantkit.errors import InputError
 
 
@@ -23,6 +23,7 @@ def bench(
         bool, typer.Option("--strict", help="exit with 1 where a node falls to the CPU")
     ] = False,
     time_limit: Annotated[float, typer.Option(help="seconds that each --provider may take")] = 300.0,
+    check: CheckFiles = "quick",
     as_json: AsJson = False,
 ) -> None:
     """Measure an artifact's speed and memory on the CPU, or speed and placement on providers."""
@@ -35,7 +36,7 @@ def bench(
     providers = read_choices(provider or (["cpu"] if strict else []))
     if time_limit <= 0:
         raise InputError(f"{time_limit:g} seconds", where="--time-limit", allowed="more than 0")
-    artifact = load(folder, threads=threads)
+    artifact = load(folder, threads=threads, check=check)
     output_format = "json" if as_json else "table"
     if not providers:
         from quantkit.report.measurements import rerun_page

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.app import ArtifactFolder, AsJson, app, show
+from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app, show
 
 
 @app.command("eval")
@@ -23,6 +23,7 @@ def evaluate(
         str | None,
         typer.Option(help="a model or an artifact to compare with  [default: the original, if on this disk]"),
     ] = None,
+    check: CheckFiles = "quick",
     as_json: AsJson = False,
 ) -> None:
     """Measure an artifact's accuracy: perplexity, and beside its original KL divergence and agreement."""
@@ -31,7 +32,7 @@ def evaluate(
     from quantkit.report.document import evaluation_json
     from quantkit.report.measurements import rerun_page
 
-    artifact = load(folder)
+    artifact = load(folder, check=check)
     evaluation = artifact.evaluate(
         text=text,
         max_tokens=max_tokens,

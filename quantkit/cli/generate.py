@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from quantkit.cli.app import AsJson, app
+from quantkit.cli.app import AsJson, CheckFiles, app
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def generate(
         Path | None, typer.Option(help="the host's token  [default: host.token beside MODEL]")
     ] = None,
     features: Annotated[str, typer.Option(help="float32, or float16: half the bytes to a host")] = "float32",
+    check: CheckFiles = "quick",
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with a quantized model; tokens appear as they are made."""
@@ -68,7 +69,7 @@ def generate(
     check_sampling(sampling)
     if provider not in (None, "cpu"):
         _send_libraries_to_errors()
-    with _artifact(model, is_client=host is not None) as folder:
+    with _artifact(model, check, is_client=host is not None) as folder:
         text = open_text(folder)
         ids = [text.encode(prompt) for prompt in prompts]
         options: GenerateOptions = {
@@ -133,14 +134,16 @@ def _steps_from_host(
 
 
 @contextmanager
-def _artifact(model: str, *, is_client: bool) -> Iterator[Path]:
+def _artifact(model: str, check: str, *, is_client: bool) -> Iterator[Path]:
     """The artifact's folder, or a temporary float export of a model that is no artifact."""
     from quantkit.private.files import require_side
     from quantkit.runtime.graph import holds_model
+    from quantkit.runtime.manifest import require_whole
 
     folder = Path(model).expanduser()
     require_side(folder, is_client=is_client)
     if is_client or holds_model(folder):
+        require_whole(folder, check)
         yield folder
         return
     from quantkit.pipeline.stages.write import write_float_model

@@ -9,12 +9,10 @@ from quantkit.cli.app import ArtifactFolder, AsJson, OutputFormat, app, check_fo
 def report(folder: ArtifactFolder, output_format: OutputFormat = "table", as_json: AsJson = False) -> None:
     """Show an artifact's report again."""
     from quantkit.report.quantization import quantization_page
-    from quantkit.report.stored import damaged, read_document
+    from quantkit.report.stored import read_document, showing
 
     output_format = check_format("json" if as_json else output_format)
     document = read_document(folder)
-    try:
+    with showing(folder):
         page = quantization_page(document)
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(folder, error) from error
     show(document, page, output_format)

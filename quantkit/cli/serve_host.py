@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.app import app
+from quantkit.cli.app import CheckFiles, app
 from quantkit.errors import InputError
 
 DEFAULT_PORT = 8377
@@ -34,6 +34,7 @@ def serve_host(
     idle_timeout: Annotated[float, typer.Option(help="seconds until a silent client is dropped")] = 300.0,
     max_message_mb: Annotated[float, typer.Option(help="the largest message")] = 64.0,
     threads: Annotated[int | None, typer.Option(help="threads  [default: all cores]")] = None,
+    check: CheckFiles = "quick",
 ) -> None:
     """Serve the blocks of a protected model to its clients."""
     from quantkit.private.files import default_token_file
@@ -52,7 +53,7 @@ def serve_host(
             raise InputError(f"{value}", where=flag, allowed=f"{least} or more")
     if not 0 <= port <= 65535:
         raise InputError(f"{port}", where="--port", allowed="0 (any free one) to 65535")
-    host = open_host(folder, threads=threads, max_sessions=max_clients, max_tokens=max_tokens)
+    host = open_host(folder, threads=threads, max_sessions=max_clients, max_tokens=max_tokens, check=check)
     path = token_file or default_token_file(folder)
     token = read_token(path) if path.exists() else make_token(path)
     limits = host_server.Limits(message_bytes=int(max_message_mb * (1 << 20)), idle_seconds=idle_timeout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 from quantkit.errors import InputError
 from quantkit.export.check import held_bytes
 from quantkit.export.static.shared_weights import with_all_logits
+from quantkit.files import expect, read_json
 from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe
 from quantkit.runtime.graph import NotTextError, holds_model
 from quantkit.runtime.machine.facts import read_cpu
@@ -36,12 +36,12 @@ class OpenArtifact:
     def vocab_size(self) -> int | None:
         """Vocabulary size of the session, else of config.json."""
         path = self.folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return self.session.vocab_size or config.get("vocab_size")
+        config = read_json(path) if path.exists() else {}
+        return self.session.vocab_size or expect(config, "vocab_size", int, where=path)
 
     @property
     def threads(self) -> int:
-        return self.recipe.measure.threads or read_cpu().num_threads
+        return read_cpu().threads_for(self.recipe.measure.threads)
 
     @property
     def described(self) -> dict[str, str]:
@@ -98,8 +98,7 @@ def _not_running(reason: str, name: str) -> InputError:
     )
 
 
-def stored_recipe(folder: Path) -> Recipe:
-    """The recipe of an artifact folder; a folder without recipe.yaml gets the default recipe."""
+def require_model(folder: Path) -> None:
     if not holds_model(folder):
         raise InputError(
             "no model.onnx there",
@@ -107,6 +106,11 @@ def stored_recipe(folder: Path) -> Recipe:
             allowed="a folder that 'quantkit quantize' wrote",
             next_step="check the path, or quantize a model first",
         )
+
+
+def stored_recipe(folder: Path) -> Recipe:
+    """The recipe of an artifact folder; a folder without recipe.yaml gets the default recipe."""
+    require_model(folder)
     path = folder / RECIPE_FILE
     return load_recipe(path) if path.exists() else Recipe()
 
@@ -114,7 +118,7 @@ def stored_recipe(folder: Path) -> Recipe:
 def open_artifact(folder: Path, recipe: Recipe | None = None) -> OpenArtifact:
     """Open an artifact; `recipe` overrides the stored one."""
     recipe = recipe or stored_recipe(folder)
-    threads = recipe.measure.threads or read_cpu().num_threads
+    threads = read_cpu().threads_for(recipe.measure.threads)
     return OpenArtifact(folder=folder, recipe=recipe, session=open_measured(folder, threads=threads))
 
 

@@ -13,6 +13,7 @@ from quantkit.evaluation.artifact import open_measured
 from quantkit.evaluation.encoder_decoder import AnswerLogits
 from quantkit.recipe import Recipe
 from quantkit.runtime.graph import holds_model
+from quantkit.runtime.manifest import require_whole
 from quantkit.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def named_reference(name: str, session: Session, threads: int) -> Reference:
 
     folder = Path(name).expanduser()
     if holds_model(folder):
+        require_whole(folder)
         reference = session_reference(open_measured(folder, threads=threads))
     else:
         reference = transformers_reference(with_weights(open_source(name), random_weights=False))

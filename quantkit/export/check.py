@@ -11,7 +11,6 @@ here, before anything runs, each node outside of the promise is named with its l
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,10 @@ from onnx import TensorProto, defs
 
 from quantkit.errors import InputError
 from quantkit.export.graph import METADATA_KEY
+from quantkit.files import reading, require_regular
 from quantkit.plan.plan import Plan
 from quantkit.plan.targets import Target
+from quantkit.runtime.graph import checked_metadata
 
 # Integer operator -> which input holds its integer weights.
 INTEGER_OPERATORS: dict[str, int] = {"MatMulNBits": 1, "DynamicQuantizeMatMul": 1, "MatMulIntegerToFloat": 1}
@@ -65,12 +66,9 @@ class Written:
 
 def read_written(path: Path) -> Written:
     """Facts of a graph, without the weights beside it."""
-    try:
+    with reading(path, "no ONNX file", next_step="quantize the model again"):
+        require_regular(path)
         model = onnx.load(str(path), load_external_data=False)
-    except Exception as error:  # protobuf's own has no typed name
-        raise InputError(
-            f"no ONNX file ({type(error).__name__})", where=str(path), next_step="quantize the model again"
-        ) from error
     facts = _described(model)
     defaults = {tensor.name for tensor in model.graph.initializer}
     return Written(
@@ -89,8 +87,7 @@ def read_written(path: Path) -> Written:
 def _described(model: onnx.ModelProto) -> dict[str, Any]:
     """The metadata that quantkit wrote into a file."""
     properties = {entry.key: entry.value for entry in model.metadata_props}
-    described: dict[str, Any] = json.loads(properties.get(METADATA_KEY, "{}"))
-    return described
+    return checked_metadata(properties.get(METADATA_KEY, "{}"))
 
 
 def _opset(model: onnx.ModelProto) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.errors import InputError
+from quantkit.files import reading
 from quantkit.model import linears
 from quantkit.model.blocks import describe_block, split_rows
 from quantkit.model.config import normalise
@@ -69,7 +70,8 @@ def inspect(model: str | Path | nn.Module, *, trust_remote_code: bool = False) -
 def inspect_source(source: Source) -> ModelMap:
     """Map a source, and check the headers of its weights where it has a folder."""
     module = build_on_meta(source)
-    model_map = map_module(module, name=source.name)
+    with reading(source.name, "its config contradicts itself", next_step="correct config.json"):
+        model_map = map_module(module, name=source.name)
     family = family_of(model_map.model_type)
     expected = {
         checkpoint_name(path, family): tensor for path, tensor in module.state_dict(keep_vars=True).items()

@@ -11,10 +11,12 @@ its end-of-text ids differ, since neither shapes nor costs depend on them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -25,15 +27,19 @@ from urllib.request import getproxies
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantkit.errors import InputError
+from quantkit.files import read_json, reading
 from quantkit.model.architectures.register import OWN_MODELS
 from quantkit.model.config import spelled_for
 
 DEMO_NAME = "demo"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 TRANSFORMERS_MAJOR = int(transformers.__version__.split(".")[0])
+MAX_MODULES = 200_000  # DeepSeek-V3 has 100,000
+MAX_COUNTS = {"layer": 1024, "layers": 1024, "experts": 4096, "labels": 1 << 17}  # by the last word of a key
 CONFIGS = resources.files("quantkit") / "assets" / "configs"
 # Hub name, in lower case -> built-in name.
 ALIASES: dict[str, str] = {
@@ -131,13 +137,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
             allowed="a folder as written by save_pretrained",
             next_step="point to the folder that holds config.json beside the weights",
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"not readable as JSON ({error})", where=str(path), next_step="copy or download the file again"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = read_json(path, next_step="copy or download the file again")
+    if not isinstance(config.get("model_type"), str):
         raise InputError(
             'the config names no "model_type"',
             where=str(path),
@@ -203,17 +204,44 @@ def hub_is_reachable(endpoint: str) -> bool:
 def build_on_meta(source: Source) -> nn.Module:
     """The modules with shapes and without storage; a 70B model takes seconds and no memory."""
     config = make_config(source)
+    fault = f"transformers {transformers.__version__} cannot build it"
+    next_step = "correct config.json: its sizes, or the field named above"
+    with (
+        reading(source.name, fault, next_step=next_step),
+        _bounded_modules(source.name),
+        torch.device("meta"),
+    ):
+        return make_model(source, config)
+
+
+@contextmanager
+def _bounded_modules(where: str) -> Iterator[None]:
+    """Stop a model that would take minutes and gigabytes to build from its modules alone."""
+    count = itertools.count(1)
+
+    def require_few(*_: object) -> None:
+        if next(count) > MAX_MODULES:
+            raise InputError(
+                f"the config asks for more than {MAX_MODULES:,} modules",
+                where=where,
+                next_step="correct config.json: its number of layers or of experts",
+            )
+
+    hook = register_module_module_registration_hook(require_few)
     try:
-        with torch.device("meta"):
-            return make_model(source, config)
-    except InputError:
-        raise
-    except Exception as error:  # any fault here comes from values in the user's config
-        raise InputError(
-            f"transformers {transformers.__version__} cannot build it ({type(error).__name__}: {error})",
-            where=source.name,
-            next_step="correct config.json: its sizes, or the field named above",
-        ) from error
+        yield
+    finally:
+        hook.remove()
+
+
+def require_counts(config: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers of layers, experts or labels for which transformers would build lists without end."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            require_counts(value, where)
+        largest = MAX_COUNTS.get(key.rpartition("_")[2])
+        if largest and isinstance(value, int) and value > largest:
+            raise InputError(f"'{key}' is {value}", where=where, allowed=f"up to {largest:,}")
 
 
 def make_config(source: Source) -> Any:
@@ -227,21 +255,15 @@ def make_config(source: Source) -> Any:
             where=source.name,
             next_step="check the spelling, or install a newer transformers",
         )
-    fields = {
-        key: value
-        for key, value in spelled_for(source.config, TRANSFORMERS_MAJOR).items()
-        if key not in ("model_type", "auto_map")
-    }
-    try:
+    require_counts(source.config, source.name)
+    next_step = "correct the named field in config.json"
+    with reading(source.name, "transformers refuses the config", next_step=next_step):
+        fields = {
+            key: value
+            for key, value in spelled_for(source.config, TRANSFORMERS_MAJOR).items()
+            if key not in ("model_type", "auto_map")
+        }
         return CONFIG_MAPPING[model_type].from_dict(fields)
-    except InputError:
-        raise
-    except Exception as error:  # as above: the values are the user's
-        raise InputError(
-            f"transformers refuses the config ({type(error).__name__}: {error})",
-            where=source.name,
-            next_step="correct the named field in config.json",
-        ) from error
 
 
 def model_class(architecture: str) -> Any:

@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.evaluation.artifact import OpenArtifact, open_measured, require_room, stored_recipe
+from quantkit.evaluation.artifact import (
+    OpenArtifact,
+    open_measured,
+    require_model,
+    require_room,
+    stored_recipe,
+)
 from quantkit.evaluation.benchmark import Benchmark, benchmark, benchmark_providers
 from quantkit.evaluation.evaluate import Evaluation, evaluate
 from quantkit.evaluation.measurements import ProviderRun
@@ -22,6 +28,7 @@ from quantkit.report.document import Report
 from quantkit.report.stored import read_report
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.machine.facts import read_cpu
+from quantkit.runtime.manifest import require_whole
 from quantkit.runtime.providers.trial import ProviderChoice
 from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import Text, open_text
@@ -37,10 +44,13 @@ class Artifact:
         threads: int | None = None,
         provider: str | None = None,
         report: Report | None = None,
+        check: str = "quick",
     ) -> None:
         self.folder = Path(folder).expanduser()
+        require_model(self.folder)
+        require_whole(self.folder, check)
         self.recipe: Recipe = with_options(stored_recipe(self.folder), {"threads": threads})
-        self.threads = self.recipe.measure.threads or read_cpu().num_threads
+        self.threads = read_cpu().threads_for(self.recipe.measure.threads)
         self._provider = provider
         self._report = report
 
@@ -171,11 +181,17 @@ class Artifact:
         return OpenArtifact(folder=self.folder, recipe=recipe, session=self.session)
 
 
-def load(folder: str | Path, *, threads: int | None = None, provider: str | None = None) -> Artifact:
-    """Open an artifact folder.
+def load(
+    folder: str | Path,
+    *,
+    threads: int | None = None,
+    provider: str | None = None,
+    check: str = "quick",
+) -> Artifact:
+    """Open an artifact folder, after a check of its files: "all", "quick" or "none".
 
     >>> artifact = load(demo_artifact)
     >>> artifact.generate("The king", max_new_tokens=4) != ""
     True
     """
-    return Artifact(folder, threads=threads, provider=provider)
+    return Artifact(folder, threads=threads, provider=provider, check=check)

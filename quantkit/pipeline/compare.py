@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.files import reading
 from quantkit.pipeline.artifact import Artifact
 from quantkit.report.comparison import Comparison, compare_reports
-from quantkit.report.stored import read_document
+from quantkit.report.stored import AGAIN, read_document
+from quantkit.runtime.manifest import sha256_of
 
 
 def compare(artifacts: Sequence[Artifact | str | Path]) -> Comparison:
@@ -21,11 +22,13 @@ def compare(artifacts: Sequence[Artifact | str | Path]) -> Comparison:
     if len(artifacts) < 2:
         raise InputError("one artifact has nothing beside it", where="compare", allowed="two folders or more")
     folders = [entry.folder if isinstance(entry, Artifact) else Path(entry) for entry in artifacts]
-    return compare_reports([_report(folder) for folder in folders])
+    reports = [_report(folder) for folder in folders]
+    with reading(", ".join(map(str, folders)), "one of them is not a report", next_step=AGAIN):
+        return compare_reports(reports)
 
 
 def _report(folder: Path) -> dict[str, Any]:
     """An artifact's report, with a digest of the tokenizer that its figures were measured with."""
     report, tokenizer = read_document(folder), folder / "tokenizer.json"
-    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else None
+    digest = sha256_of(tokenizer) if tokenizer.is_file() else None
     return {**report, "folder": str(folder), "tokenizer": digest}

@@ -8,7 +8,6 @@ files of a killed one.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -19,8 +18,8 @@ from pathlib import Path, PurePosixPath
 
 from quantkit.errors import InputError
 from quantkit.runtime.machine.disk import LOCKS, cannot_write, open_lock, writing
+from quantkit.runtime.manifest import MANIFEST
 
-MANIFEST = "manifest.json"
 COMPILED = "compiled"  # folder of an artifact that `bench --provider` fills later
 HELD: dict[Path, int] = {}  # claimed folder -> descriptor of its lock
 NEXT_STEP = "free some space, or choose a place that you may write to with -o; nothing was kept"
@@ -225,16 +224,6 @@ def _lock(lock: int, path: Path, output: Path) -> None:
             where=str(output),
             next_step="wait for it to end, or choose another folder with -o",
         ) from error
-
-
-def hash_files(folder: Path) -> dict[str, str]:
-    """Path in the folder -> SHA-256, of every file but the folder's own manifest."""
-    hashes = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / MANIFEST:
-            with path.open("rb") as file:
-                hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
 
 
 def folder_bytes(folder: Path) -> int:

@@ -21,9 +21,9 @@ from typing import Any
 import quantkit
 from quantkit.errors import InputError
 from quantkit.export.check import Written, read_written
+from quantkit.files import read_json
 from quantkit.pipeline.folder import (
     COMPILED,
-    MANIFEST,
     file_inside,
     new_artifact,
     require_apart,
@@ -31,7 +31,8 @@ from quantkit.pipeline.folder import (
 )
 from quantkit.plan.targets import TARGETS
 from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
-from quantkit.runtime.providers.compiled import file_hash, model_hash
+from quantkit.runtime.manifest import MANIFEST, read_manifest, require_whole, sha256_of
+from quantkit.runtime.providers.compiled import model_hash
 
 PACKAGE = Path(quantkit.__file__).parent
 RUNNER, STATIC_RUNNER, DEVICE = (  # both runners import DEVICE
@@ -141,14 +142,15 @@ def pack(
     folder: Path, output: Path | None = None, *, target: str | None = None, force: bool = False
 ) -> Packed:
     """Check an artifact and write its package; an artifact of another target than `target` is refused."""
-    manifest = _read_manifest(folder)
+    manifest = _artifact_manifest(folder)
     if target is not None:
         _require_target(folder, manifest.get("target"), target)
     output = output or Path(f"{folder.resolve().name}-package")
     require_apart(output, {"the artifact": folder})
     is_zip = output.suffix == ".zip"
     require_replaceable(output, force=force, kind="zip" if is_zip else "folder")
-    _require_whole(folder, manifest["files"])
+    _require_inside(folder, manifest["files"])
+    require_whole(folder, "all")
     kind, graphs = _kind_of(folder, manifest["files"])
     page = _page_of(kind, manifest)
     members, notes = _members(folder, manifest, kind, graphs, page)
@@ -181,47 +183,23 @@ def _require_target(folder: Path, artifact_target: object, target: str) -> None:
         )
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    allowed = "a folder that 'quantkit quantize' wrote"
-    path = folder / MANIFEST
-    if not path.is_file():
-        reason = "the folder has no manifest.json" if folder.is_dir() else "no such folder"
-        raise InputError(f"no artifact: {reason}", where=str(folder), allowed=allowed)
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        files = manifest["files"]
-        is_sound = all(isinstance(name, str) and isinstance(value, str) for name, value in files.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        is_sound = False
-    if not is_sound:
-        raise InputError("no artifact: its manifest.json lists no files", where=str(folder), allowed=allowed)
+def _artifact_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_manifest(folder)
     if "package" in manifest:
         raise InputError(
             "the folder is a package already",
             where=str(folder),
-            allowed=allowed,
+            allowed="a folder that 'quantkit quantize' wrote",
             next_step="copy it as it is",
         )
     return manifest
 
 
-def _require_whole(folder: Path, files: Mapping[str, str]) -> None:
-    """Refuse an artifact with missing or changed files."""
-    faults = []
-    for name, sha256 in sorted(files.items()):
-        path = file_inside(folder, name)
-        if path is None:
-            faults.append(f"{name} lies outside of the folder")
-        elif not path.is_file():
-            faults.append(f"{name} is missing")
-        elif file_hash(path) != sha256:
-            faults.append(f"{name} differs from the manifest")
-    if faults:
-        raise InputError(
-            f"the artifact is damaged: {'; '.join(faults[:4])}",
-            where=str(folder),
-            next_step="copy it again, or quantize again",
-        )
+def _require_inside(folder: Path, files: Mapping[str, str]) -> None:
+    """Refuse names and links that lead out of the artifact: a package holds copies."""
+    outside = [name for name in files if file_inside(folder, name) is None]
+    if outside:
+        raise InputError(f"the folder is damaged: {outside[0]} lies outside of the folder", where=str(folder))
 
 
 def _kind_of(folder: Path, files: Mapping[str, str]) -> tuple[Kind, dict[str, Written]]:
@@ -295,9 +273,10 @@ def _members(
         "target": manifest.get("target"),
         "opset": max(written.opset for written in graphs.values()),
         "ir_version": max(written.ir_version for written in graphs.values()),
-        "onnxruntime": manifest.get("versions", {}).get("onnxruntime"),
-        "artifact_sha256": file_hash(folder / MANIFEST),
+        "onnxruntime": (manifest.get("versions") or {}).get("onnxruntime"),
+        "artifact_sha256": sha256_of(folder / MANIFEST),
         "files": {name: member.sha256 for name, member in members.items()},
+        "sums": {name: value for name, value in manifest.get("sums", {}).items() if name in members},
     }
     members[MANIFEST] = Member(content=(json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
     return members, notes
@@ -335,7 +314,7 @@ def _readme(
         megabytes=f"{sum(member.num_bytes for member in artifact.values()) / 1e6:.1f}",
         files="\n".join(rows),
         run=kind.command,
-        onnxruntime=manifest.get("versions", {}).get("onnxruntime", "of an unknown version"),
+        onnxruntime=(manifest.get("versions") or {}).get("onnxruntime", "of an unknown version"),
         copied=", ".join(f"`{name}`" for name in dict.fromkeys((*graphs, *data_files, TOKENIZER))),
         values="\n".join(values),
         notes=kind.notes,
@@ -354,10 +333,10 @@ def _compiled(folder: Path, graphs: Sequence[str]) -> tuple[dict[str, Member], t
             record = context.with_suffix(".json")
             is_inside = all(file_inside(folder, f"{COMPILED}/{path.name}") for path in (context, record))
             try:
-                hashes = json.loads(record.read_text(encoding="utf-8"))
+                hashes = read_json(record)
                 fits = is_inside and hashes["model_sha256"] == model_hash(folder / graph)
-                fits = fits and hashes["file_sha256"] == file_hash(context)
-            except (OSError, ValueError, KeyError, TypeError):
+                fits = fits and hashes["file_sha256"] == sha256_of(context)
+            except (InputError, KeyError):
                 fits = False
             if fits:
                 for path in (context, record):
@@ -377,8 +356,8 @@ def _about_compiled(record: Member | None) -> str:
     """Paragraph of the README about compiled forms."""
     if record is None:
         return "Nothing compiled is here, so a provider compiles the graphs\nwhenever a session starts."
-    with record.open() as file:
-        origin = json.load(file)
+    assert isinstance(record.content, Path)
+    origin = read_json(record.content)
     return (
         f"`{COMPILED}/` holds what the provider {origin['provider']} {origin['provider_version']} made of the"
         f" graphs\nunder onnxruntime {origin['onnxruntime']}, for the device `{origin['device']}`. `run.py`\n"

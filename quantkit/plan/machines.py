@@ -6,13 +6,13 @@ and its assumptions. A measured machine and a machine in a user's JSON file have
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.files import read_json
 
 KINDS = ("cpu", "gpu", "npu")
 DTYPES = ("fp32", "fp16", "int8", "int4")
@@ -126,15 +126,9 @@ def machine(name: str) -> Machine:
 
 def read_machine(path: Path) -> Machine:
     """The machine in a user's file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot be read ({error})",
-            where=str(path),
-            allowed=f"JSON with {', '.join(NAMES)}",
-            next_step="docs/specification.md shows one",
-        ) from error
+    values = read_json(
+        path, allowed=f"JSON with {', '.join(NAMES)}", next_step="docs/specification.md shows one"
+    )
     return from_json(values, where=str(path))
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.files import read_json, reading
+from quantkit.runtime.manifest import MANIFEST
 
 HOST, CLIENT = "host", "client"
 EMBEDDING_FILE, HEAD_FILE = "embedding.onnx", "head.onnx"
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +38,8 @@ def read_side(folder: Path, kind: str) -> SideManifest:
             next_step=f"give {folder.parent / kind}" if actual else "'quantkit protect' writes one",
         )
     manifest = _manifest(folder)
-    try:
+    with reading(folder, "its manifest is damaged", next_step="copy the folder again"):
         pair, width, context = str(manifest["pair"]), int(manifest["width"]), int(manifest["context"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"its manifest is damaged ({error!r})", where=str(folder), next_step="copy the folder again"
-        ) from error
     return SideManifest(pair=pair, width=width, context=context)
 
 
@@ -69,7 +65,6 @@ def default_token_file(folder: Path) -> Path:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / MANIFEST)
+    except InputError:
         return {}
-    return manifest if isinstance(manifest, dict) else {}

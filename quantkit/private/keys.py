@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.files import parse_json, require_regular
 from quantkit.private.order import Order, keyed_order
 
 FORMAT, VERSION = "quantkit-feature-key", 1
@@ -50,17 +51,17 @@ def open_key(path: Path, model: str) -> Key:
     """The key in a file, if it is for this model."""
     text = read_secret(path, what="key", remedy="make a new key and protect again")
     try:
-        document = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
-    except ValueError:
-        document = None
+        document = parse_json(text if len(text) <= MAX_FILE_BYTES else "", where=path)
+    except InputError:
+        document = {}
     damage = ""  # described without the file's content
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if document.get("format") != FORMAT:
         damage = "not a key file"
     elif document.get("version") != VERSION:
         damage = "a key file of a version that this quantkit does not read"
     elif not _is_hex(document.get("key"), KEY_BYTES) or not _is_hex(document.get("model"), FINGERPRINT_BYTES):
         damage = "its key or its model's fingerprint is damaged"
-    if damage or document is None:
+    if damage:
         raise InputError(
             damage,
             where=str(path),
@@ -120,6 +121,7 @@ def write_secret(path: Path, text: str) -> None:
 
 def read_secret(path: Path, *, what: str, remedy: str) -> bytes:
     """Up to MAX_FILE_BYTES + 1 bytes of a secret file; `what` and `remedy` are for the error message."""
+    require_regular(path)
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -26,7 +26,6 @@ from quantkit.model.model_map import ModelMap, to_json
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.folder import (
     folder_bytes,
-    hash_files,
     new_artifact,
     require_apart,
     require_replaceable,
@@ -42,7 +41,7 @@ from quantkit.pipeline.stages.resolve import Resolved, resolve
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
 from quantkit.plan.targets import TARGETS
-from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, HOST, MANIFEST
+from quantkit.private.files import CLIENT, EMBEDDING_FILE, HEAD_FILE, HOST
 from quantkit.private.keys import Key, create_key, open_key
 from quantkit.private.sides import Side, client_side, host_side
 from quantkit.progress import Progress
@@ -57,6 +56,7 @@ from quantkit.quantization.transforms.source import TransformedTensors
 from quantkit.quantization.transforms.spaces import require_spaces
 from quantkit.recipe import Recipe, dump_recipe
 from quantkit.runtime.graph import MODEL_FILE
+from quantkit.runtime.manifest import MANIFEST, hash_files, sum_files
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_CONTEXT = 2048  # of a model whose config has none
@@ -321,9 +321,10 @@ def write_manifests(
         "plan": to_json(plan),
         "integer_operators": {side: placement.integer_operators for side, placement in placements.items()},
     }
-    _write_json(folder / HOST / MANIFEST, {"kind": HOST, **shared, "files": host_files})
-    files = hash_files(folder / CLIENT)
-    _write_json(folder / CLIENT / MANIFEST, {"kind": CLIENT, **shared, **client, "files": files})
+    host = {"kind": HOST, **shared, "files": host_files, "sums": sum_files(folder / HOST)}
+    _write_json(folder / HOST / MANIFEST, host)
+    files = {"files": hash_files(folder / CLIENT), "sums": sum_files(folder / CLIENT)}
+    _write_json(folder / CLIENT / MANIFEST, {"kind": CLIENT, **shared, **client, **files})
     sides = {"kind": "protected", "sides": [HOST, CLIENT], "files": hash_files(folder)}
     _write_json(folder / MANIFEST, sides)
 

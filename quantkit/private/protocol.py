@@ -9,7 +9,6 @@ docs/protocol.md is the specification for other implementations.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from quantkit.errors import InputError
+from quantkit.files import parse_json
 
 VERSION = "2"
 PATH = f"/v{VERSION}"
@@ -74,8 +73,8 @@ def read_message(message: bytes | str) -> Message:
         raise ProtocolError(Status.BAD_MESSAGE, "a text message, where a safetensors document belongs")
     try:
         tensors = load(message)  # checks names, types, shapes and offsets against the length
-        header = json.loads(message[8 : 8 + int.from_bytes(message[:8], "little")])
-    except (SafetensorError, ImportError, KeyError, TypeError, ValueError) as error:
+        header = parse_json(message[8 : 8 + int.from_bytes(message[:8], "little")], where="message")
+    except Exception as error:  # safetensors' own shares no base class with numpy's
         raise ProtocolError(Status.BAD_MESSAGE, "not a safetensors document") from error
     return Message(fields=header.get("__metadata__") or {}, tensors=tensors)
 

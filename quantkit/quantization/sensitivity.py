@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.files import read_json
 from quantkit.model.linears import weight_OI
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.names import modules_by_name
@@ -130,9 +131,9 @@ def _divergence(module: nn.Module, tokens_BT: Tokens, references: Sequence[Tenso
 
 def _read(cache: Path, digest: str) -> dict[str, float]:
     try:
-        stored = json.loads(cache.read_text(encoding="utf-8"))
+        stored = read_json(cache)
         return dict(stored["losses"]) if stored["key"] == digest else {}
-    except (OSError, ValueError, LookupError, TypeError):
+    except (InputError, LookupError):
         return {}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from quantkit.errors import InputError
+from quantkit.files import read_json, reading
 from quantkit.report.document import Report
 from quantkit.report.tables import Json
 
@@ -22,40 +23,24 @@ REQUIRED = ("model", "scheme", "target", "projections", "matrices", "parameters"
 def read_document(folder: Path) -> dict[str, Any]:
     """The content of an artifact's report.json."""
     path = folder / "report.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"cannot be read ({error.strerror})",
-            where=str(path),
-            allowed="a folder that 'quantkit quantize' wrote",
-            next_step="check the path, or quantize a model first",
-        ) from error
-    except ValueError as error:
-        raise InputError(f"not JSON ({error})", where=str(path), next_step=AGAIN) from error
-    missing = [key for key in REQUIRED if key not in document] if isinstance(document, dict) else REQUIRED
+    document = read_json(path, allowed="a folder that 'quantkit quantize' wrote", next_step=AGAIN)
+    missing = [key for key in REQUIRED if key not in document]
     if missing:
         raise InputError(f"not a report: {', '.join(missing)} missing", where=str(path), next_step=AGAIN)
-    return dict(document)
+    return document
 
 
 def read_report(folder: Path) -> Report:
     """The report of an artifact folder."""
     document = read_document(folder)
-    try:
+    with showing(folder):
         report: Report = record_of(Report, _as_fields(document))
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(folder, error) from error
     return report
 
 
-def damaged(folder: Path, error: Exception) -> InputError:
-    """The error of a report.json that does not fit the record."""
-    return InputError(
-        f"not a report ({type(error).__name__}: {error})",
-        where=str(folder / "report.json"),
-        next_step=AGAIN,
-    )
+def showing(folder: Path) -> AbstractContextManager[None]:
+    """A fault within is one of the folder's report.json, whose parts are not those of a report."""
+    return reading(folder / "report.json", "not a report", next_step=AGAIN)
 
 
 def record_of(kind: Any, value: Any) -> Any:

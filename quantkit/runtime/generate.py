@@ -16,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.files import reading
 from quantkit.runtime.graph import Floats, Ints
+
+NOT_RUNNING = "its graph does not run"
 
 
 class Batch(Protocol):
@@ -124,9 +127,10 @@ def generate(
     sampling = sampling or Sampling()
     check_sampling(sampling)
     check_prompts(prompts, model.vocab_size)
-    batch = model.begin(prompts, max_new_tokens)
     random = np.random.default_rng(sampling.seed)
-    logits, open_rows = batch.read(), list(range(len(prompts)))
+    with reading("the model", NOT_RUNNING):
+        batch = model.begin(prompts, max_new_tokens)
+        logits, open_rows = batch.read(), list(range(len(prompts)))
     for count in range(max_new_tokens):
         tokens_B = choose_tokens(logits, sampling, random)
         tokens: list[int] = tokens_B.tolist()
@@ -134,7 +138,8 @@ def generate(
         open_rows = [row for row in open_rows if tokens[row] not in stop_ids]
         if not open_rows or count + 1 == max_new_tokens:
             return
-        logits = batch.step(tokens_B, open_rows)
+        with reading("the model", NOT_RUNNING):
+            logits = batch.step(tokens_B, open_rows)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int | None) -> None:

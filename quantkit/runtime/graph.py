@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.files import expect, parse_json, reading, require_regular
 from quantkit.runtime.huge_pages import huge_pages
 from quantkit.runtime.machine.facts import read_cpu
 
@@ -49,7 +49,7 @@ def open_graph(path: Path, *, threads: int | None = None, spins: bool = True) ->
     Worker threads spin between runs, unless another session needs the cores then.
     """
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or read_cpu().num_threads
+    options.intra_op_num_threads = read_cpu().threads_for(threads)
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     if not spins:
@@ -68,15 +68,11 @@ def open_graph(path: Path, *, threads: int | None = None, spins: bool = True) ->
             allowed="a folder that 'quantkit quantize' wrote",
             next_step="check the path, or quantize a model first",
         )
-    try:
+    fault = f"onnxruntime {onnxruntime.__version__} cannot load it"
+    with reading(path, fault, next_step="copy the folder again with all of its files, or quantize again"):
+        require_regular(path)
         with huge_pages():
             return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own exceptions share no useful base class
-        raise InputError(
-            f"onnxruntime {onnxruntime.__version__} cannot load it ({' '.join(str(error).split())[:300]})",
-            where=str(path),
-            next_step="copy the folder again with all of its files, or quantize again",
-        ) from error
 
 
 def open_model_file(path: Path, *, threads: int | None = None) -> onnxruntime.InferenceSession:
@@ -86,7 +82,18 @@ def open_model_file(path: Path, *, threads: int | None = None) -> onnxruntime.In
 
 def metadata_of(session: onnxruntime.InferenceSession) -> dict[str, Any]:
     """Metadata that the export wrote into the graph."""
-    metadata: dict[str, Any] = json.loads(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
+    return checked_metadata(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
+
+
+def checked_metadata(text: str) -> dict[str, Any]:
+    """The metadata of a graph, with the types that its readers rely on."""
+    where = "the metadata 'quantkit' of the graph"
+    metadata = parse_json(text, where=where)
+    for key in ("kind", "model", "scheme"):
+        expect(metadata, key, str, where=where)
+    positions = expect(metadata, "max_positions", int, where=where)
+    if positions is not None and positions < 1:
+        raise InputError(f"'max_positions' is {positions}", where=where, allowed="1 or more")
     return metadata
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import onnxruntime
 
 from quantkit.errors import InputError
+from quantkit.files import reading
 from quantkit.runtime.decoder import decoder_of
 from quantkit.runtime.encoder import encoder_of
 from quantkit.runtime.generate import Generating
@@ -100,7 +101,8 @@ def open_session(
     if not (folder / MODEL_FILE).exists() and (folder / ENCODER_FILE).exists():
         return open_encoder_decoder(folder, threads=threads)
     session = open_graph(folder / MODEL_FILE, threads=threads)
-    return OPENERS[kind_of(session)](session, folder)
+    with reading(folder / MODEL_FILE, "not a graph of text"):
+        return OPENERS[kind_of(session)](session, folder)
 
 
 def kind_of(session: onnxruntime.InferenceSession) -> Kind:

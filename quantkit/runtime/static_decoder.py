@@ -157,7 +157,7 @@ class StaticRow:
 def _settings(provider: str, threads: int | None) -> onnxruntime.SessionOptions:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
-    settings.intra_op_num_threads = threads or read_cpu().num_threads
+    settings.intra_op_num_threads = read_cpu().threads_for(threads)
     settings.add_session_config_entry(*(FOLDED_WEIGHTS if provider == "cpu" else NO_FALLBACK))
     return settings
 

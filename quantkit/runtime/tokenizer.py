@@ -6,14 +6,14 @@ well under a second and an edge device needs two packages.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
+from quantkit.files import read_json, reading, require_regular
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -27,7 +27,8 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the model begins a text with."""
-        return list(self.tokenizer.encode(text).ids)
+        with reading(TOKENIZER_FILE, "it cannot encode the text"):
+            return list(self.tokenizer.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:
         """The text without special tokens."""
@@ -43,15 +44,12 @@ def open_text(folder: Path) -> Text:
             where=str(folder),
             next_step="copy the model's tokenizer.json into it, or quantize from a folder that has one",
         )
-    try:
+    with reading(path, "not a tokenizer"):
+        require_regular(path)
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception
-        raise InputError(
-            f"not a tokenizer ({error})", where=str(path), next_step="copy the file again"
-        ) from error
-    # Some files pad or cut every text to a length of their training.
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+        # Some files pad or cut every text to a length of their training.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
     return Text(tokenizer=tokenizer, stop_ids=read_stop_ids(folder))
 
 
@@ -59,8 +57,15 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
     """The ids that end a text; generation_config.json goes before config.json."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        ids = content.get("eos_token_id")
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+        if path.exists() and (ids := token_ids(read_json(path), "eos_token_id", where=path)):
+            return frozenset(ids)
     return frozenset()
+
+
+def token_ids(content: Mapping[str, object], key: str, *, where: Path) -> tuple[int, ...]:
+    """Token ids of a config: none, one, or a list."""
+    value = content.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and -1 <= token < 1 << 31 for token in ids):
+        raise InputError(f"'{key}' is {value!r}", where=str(where), allowed="a token id, or a list of them")
+    return tuple(ids)

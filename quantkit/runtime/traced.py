@@ -8,8 +8,6 @@ an integer code and changes the answer.
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.files import read_json
 from quantkit.runtime.generate import RowByRow
 from quantkit.runtime.graph import (
     ENCODER_FILE,
@@ -33,6 +32,7 @@ from quantkit.runtime.graph import (
     open_graph,
     threads_of,
 )
+from quantkit.runtime.tokenizer import token_ids
 
 FIRST_FILE = "decoder_model.onnx"
 LATER_FILE = "decoder_with_past_model.onnx"
@@ -174,15 +174,12 @@ def _opened(
 
 def read_start_ids(folder: Path) -> tuple[int, ...]:
     """First tokens of a decoder behind an encoder; generation_config.json goes before config.json."""
-    contents = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in (folder / "generation_config.json", folder / "config.json")
-        if path.exists()
-    ]
+    paths = [folder / name for name in ("generation_config.json", "config.json")]
+    contents = {path: read_json(path) for path in paths if path.exists()}
 
     def first_set(*keys: str) -> tuple[int, ...]:
-        ids = (content[key] for key in keys for content in contents if content.get(key) is not None)
-        return tuple(itertools.islice(ids, 1))
+        ids = (token_ids(content, key, where=path) for key in keys for path, content in contents.items())
+        return next(filter(None, ids), ())[:1]
 
     first = first_set(*FIRST_TOKEN_KEYS)
     if first:

@@ -22,6 +22,7 @@ ROOMS = (
     "recipe",
     "plan",
     "model",
+    "files",
     "errors",
     "progress",
 )

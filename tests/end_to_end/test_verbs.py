@@ -64,16 +64,16 @@ def test_eval_without_its_original(artifact, tmp_path):
     shutil.copytree(artifact, folder)
     recipe = folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("model: demo", "model: /nowhere/at/all"))
-    found = printed("eval", str(folder))
+    found = printed("eval", str(folder), "--check", "none")
     beside = printed("eval", str(artifact))
     assert "reference" not in found
     assert set(found["accuracy"]["perplexity"]) == {"quantized", "quantized_standard_error"}
     perplexity = beside["accuracy"]["perplexity"]["quantized"]
     assert found["accuracy"]["perplexity"]["quantized"] == pytest.approx(perplexity, rel=1e-9)
     assert "not on this disk" in found["notes"][0]
-    assert "warning: the original, /nowhere/at/all" in quantkit("eval", str(folder)).stdout
+    assert "warning: the original, /nowhere/at/all" in quantkit("eval", str(folder), "--check", "none").stdout
     # Beside another artifact: here itself, so nothing differs.
-    same = printed("eval", str(folder), "--reference", str(artifact))["accuracy"]
+    same = printed("eval", str(folder), "--reference", str(artifact), "--check", "none")["accuracy"]
     assert (same["kl_divergence"], same["top1_agreement"]) == (0, 1)
 
 

@@ -82,8 +82,10 @@ def test_no_such_folder():
 
 def test_broken_config(folder):
     (folder / "config.json").write_text("{")
-    assert "not readable as JSON" in refused(folder)
+    assert "not JSON" in refused(folder)
     (folder / "config.json").write_text("[1]")
+    assert "not an object" in refused(folder)
+    (folder / "config.json").write_text("{}")
     assert "model_type" in refused(folder)
 
 

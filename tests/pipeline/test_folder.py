@@ -15,15 +15,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.pipeline.folder import (
-    MANIFEST,
-    claim,
-    file_inside,
-    folder_bytes,
-    hash_files,
-    new_artifact,
-    require_apart,
-)
+from quantkit.pipeline.folder import claim, file_inside, folder_bytes, new_artifact, require_apart
+from quantkit.runtime.manifest import MANIFEST, hash_files
 
 pytestmark = pytest.mark.once
 SCRIPT = """

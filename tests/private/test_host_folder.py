@@ -148,7 +148,7 @@ def test_nothing_of_the_model_or_the_key_is_there(name, sizes, tmp_path):
         pattern = rb"(?<![a-z_])" + re.escape(word.encode()) + rb"(?![a-z_])"
         assert not re.search(pattern, words, re.IGNORECASE), word
     described = json.loads(files["manifest.json"])
-    assert set(described) == {"kind", "quantkit", "pair", "width", "context", "files"}
+    assert set(described) == {"kind", "quantkit", "pair", "width", "context", "files", "sums"}
 
 
 def test_the_hunt_finds_what_is_there(tmp_path):

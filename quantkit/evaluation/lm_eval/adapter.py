@@ -27,6 +27,7 @@ from quantkit.evaluation.lm_eval.scoring import continue_prompts, rolling_window
 from quantkit.evaluation.lm_eval.special_tokens import read_special_tokens
 from quantkit.runtime.decoder import Decoder, open_decoder
 from quantkit.runtime.generate import Sampling
+from quantkit.runtime.manifest import require_whole
 from quantkit.runtime.tokenizer import open_text
 
 MODEL_NAME = "quantkit"
@@ -252,6 +253,7 @@ def read_settings(settings: Mapping[str, Any], most_new: int) -> tuple[int, Samp
 
 
 def _open(folder: Path, threads: int | None) -> Decoder:
+    require_whole(folder)
     decoder = open_decoder(folder, threads=threads)
     kind = decoder.metadata.get("kind", "decoder")
     if kind != "decoder":

@@ -6,13 +6,11 @@ tokenizer_config.json, where null means no token, then special_tokens_map.json, 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from quantkit.errors import InputError
-from quantkit.runtime.tokenizer import Text
+from quantkit.files import read_json
+from quantkit.runtime.tokenizer import Text, token_ids
 
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
@@ -31,23 +29,13 @@ def read_special_tokens(folder: Path, text: Text) -> SpecialTokens:
 
 def _id_of(folder: Path, text: Text, name: str) -> int | None:
     for file in TOKEN_FILES:
-        content = _read(folder / file)
+        path = folder / file
+        content = read_json(path) if path.exists() else {}
         if name not in content:
             continue
         value = content[name]
         token = value.get("content") if isinstance(value, dict) else value
         token_id: int | None = None if token is None else text.tokenizer.token_to_id(str(token))
         return token_id
-    value = _read(folder / "config.json").get(f"{name}_id")
-    first = value[0] if isinstance(value, list) and value else value
-    return int(first) if isinstance(first, int) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"not readable as JSON ({error})", where=str(path), next_step="copy the artifact again"
-        ) from error
-    return content if isinstance(content, dict) else {}
+    path = folder / "config.json"
+    return next(iter(token_ids(read_json(path), f"{name}_id", where=path)), None) if path.exists() else None

@@ -7,16 +7,16 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.files import parse_json, read_json, reading, require_regular
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -73,10 +73,12 @@ def _refuse_pickle(folder: Path) -> None:
 
 def _read_file(file: Path) -> dict[str, StoredTensor]:
     """The header of one file; safetensors itself checks offsets, types and the file's length."""
-    try:
+    next_step = "copy or download the file again; compare its size and hash with the source's"
+    with reading(file, "not a complete safetensors file", next_step=next_step):
+        require_regular(file)
         with safe_open(file, framework="numpy") as handle, file.open("rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
-            header = json.loads(raw.read(length))
+            header = parse_json(raw.read(length), where=file)
             return {
                 name: StoredTensor(
                     name=name,
@@ -87,26 +89,13 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
                 )
                 for name in handle.keys()  # noqa: SIM118 - not a dict
             }
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"not a complete safetensors file ({error})",
-            where=str(file),
-            next_step="copy or download the file again; compare its size and hash with the source's",
-        ) from error
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX_NAME
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        entries = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"not a safetensors index ({type(error).__name__}: {error})",
-            where=str(index),
-            allowed='JSON with an object "weight_map" of tensor name to file name',
-            next_step="copy or download the index again",
-        ) from error
+    allowed = 'JSON with an object "weight_map" of tensor name to file name'
+    with reading(index, "not a safetensors index", allowed=allowed):
+        entries = {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
     outside = sorted(
         {file for file in entries.values() if Path(file).name != file or file in ("", ".", "..")}
     )

@@ -14,7 +14,6 @@ import psutil
 import quantkit
 from quantkit.evaluation.measure import Measured, attempt, environment
 from quantkit.model.model_map import to_json
-from quantkit.pipeline.folder import MANIFEST, hash_files
 from quantkit.pipeline.stages.float_reference import Twin, measures_anything
 from quantkit.pipeline.stages.write import Written, layer_losses
 from quantkit.plan.targets import TARGETS
@@ -22,6 +21,7 @@ from quantkit.recipe import dump_recipe
 from quantkit.report.document import Report, Size, kept_projections, report_json
 from quantkit.report.quantization import quantization_page
 from quantkit.report.tables import to_markdown
+from quantkit.runtime.manifest import MANIFEST, hash_files, sum_files
 from quantkit.runtime.providers.placement import Placement, place
 from quantkit.runtime.providers.table import PROVIDERS
 
@@ -100,5 +100,6 @@ def write_manifest(folder: Path, written: Written) -> None:
         "integer_operators": placement.integer_operators,
         "plan": to_json(written.plan),
         "files": hash_files(folder),
+        "sums": sum_files(folder),
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -80,7 +80,7 @@ def _measure(
             products,
             build=write_product_probe,
             num_bytes=product_bytes,
-            settings=Settings(threads=recipe.measure.threads or read_cpu().num_threads),
+            settings=Settings(threads=read_cpu().threads_for(recipe.measure.threads)),
             formats=formats,
             progress=count,
         )

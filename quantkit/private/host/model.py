@@ -6,7 +6,6 @@ its end, and its memory is then given back.
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.private.files import HOST, MANIFEST, read_side
+from quantkit.private.files import HOST, read_side
 from quantkit.private.protocol import ProtocolError, Status
 from quantkit.runtime.decoder import Decoder, State, decoder_of, positions_of, start
 from quantkit.runtime.graph import MODEL_FILE, open_graph
+from quantkit.runtime.manifest import require_whole
 
 FEATURES, NEW_FEATURES = "features", "new_features"
 MAX_TOKENS = 4096  # of one client, where the context is longer and --max-tokens is not given
@@ -84,9 +84,10 @@ def open_host(
     threads: int | None = None,
     max_sessions: int = 16,
     max_tokens: int | None = None,
+    check: str = "quick",
 ) -> Host:
     side = read_side(folder, HOST)
-    _require_files(folder)
+    require_whole(folder, check)
     decoder = decoder_of(open_graph(folder / MODEL_FILE, threads=threads))
     shapes = {value.name: value.shape for value in decoder.session.get_inputs()}
     if FEATURES not in shapes or shapes[FEATURES][-1] != side.width or not decoder.caches:
@@ -102,17 +103,6 @@ def open_host(
         max_tokens=min(decoder.context, max_tokens or MAX_TOKENS),
         max_sessions=max_sessions,
     )
-
-
-def _require_files(folder: Path) -> None:
-    listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("files", {})
-    missing = [name for name in listed if not (folder / name).is_file()]
-    if missing or not listed:
-        raise InputError(
-            f"{missing[0] if missing else MODEL_FILE} is missing",
-            where=str(folder),
-            next_step="copy the folder again with all of its files",
-        )
 
 
 def _run(state: State, features_TI: NDArray[np.floating[Any]]) -> NDArray[np.float32]:

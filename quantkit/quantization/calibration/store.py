@@ -3,7 +3,8 @@
 Every file is written under another name and renamed when it is whole, and the index is written after the
 parts that it lists: a run that is killed anywhere continues with the part that it was at. The key in the
 index covers the weights, the tokens, the requested statistics and the versions of libraries; nothing is
-reused under another key. Between two parts the hidden states lie in a plain file: mapped pages would count
+reused under another key. The index holds a checksum of itself and of every file that it relies on; a damaged
+calibration is made again. Between two parts the hidden states lie in a plain file: mapped pages would count
 as the process's memory.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,13 +28,16 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.files import read_json, reading
 from quantkit.quantization.calibration.running import Finished
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics
 from quantkit.quantization.calibration.tokens import Tokens
+from quantkit.runtime.manifest import sum_of
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 3: with checksums
 INDEX = "index.json"
 VALUES = {"range", "histogram"}  # statistics that are no arrays
+AGAIN = "run the calibration again"
 PLAIN_FIELDS = ("key", "num_tokens", "kind", "reason", "done", "is_finished")  # of `StatisticsFile`
 
 
@@ -71,17 +76,19 @@ class StatisticsFile:
             return InputStatistics(num_rows=0)
         names = self.requested[matrix]
         part, entry = self.located[matrix]
-        with safe_open(_part_path(self.folder, part), framework="numpy") as file:
-            values = json.loads(file.metadata()["values"])[entry]
-            arrays = {FIELDS[name]: file.get_tensor(f"{entry}.{FIELDS[name]}") for name in names - VALUES}
-        ranges = values.get("quantiles") if "histogram" in names else None
-        return InputStatistics(
-            num_rows=values["num_rows"],
-            low=values.get("low") if "range" in names else None,
-            high=values.get("high") if "range" in names else None,
-            quantiles=None if ranges is None else {name: (ends[0], ends[1]) for name, ends in ranges.items()},
-            **arrays,
-        )
+        path = _part_path(self.folder, part)
+        with reading(path, "not a part of statistics", next_step=AGAIN):
+            with safe_open(path, framework="numpy") as file:
+                values = json.loads(file.metadata()["values"])[entry]
+                arrays = {FIELDS[name]: file.get_tensor(f"{entry}.{FIELDS[name]}") for name in names - VALUES}
+            ranges = (values.get("quantiles") if "histogram" in names else None) or {}
+            return InputStatistics(
+                num_rows=values["num_rows"],
+                low=values.get("low") if "range" in names else None,
+                high=values.get("high") if "range" in names else None,
+                quantiles={name: (ends[0], ends[1]) for name, ends in ranges.items()} or None,
+                **arrays,
+            )
 
 
 def resume(
@@ -89,7 +96,11 @@ def resume(
 ) -> StatisticsFile:
     """The statistics of an earlier run with this key, finished or not; without one the folder is emptied."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = read_index(folder)
+    file = None
+    try:
+        file = read_index(folder)
+    except InputError as error:
+        print(f"quantkit: statistics are made again: {error}", file=sys.stderr)
     if file is not None and file.key == key:
         return file
     clear(folder)
@@ -106,29 +117,44 @@ def hidden_path(folder: Path, part: int) -> Path:
 
 
 def read_index(folder: Path) -> StatisticsFile | None:
-    """The statistics in a folder; None where there are none that this version can read."""
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The statistics in a folder; None where there are none of this version. Damaged ones raise."""
+    if not (folder / INDEX).exists():
         return None
-    if not isinstance(index, dict) or index.get("format_version") != FORMAT_VERSION:
+    index = read_json(folder / INDEX, next_step=AGAIN)
+    if index.get("format_version") != FORMAT_VERSION:
         return None
-    return StatisticsFile(
-        folder=folder,
-        requested={matrix: frozenset(names) for matrix, names in index["wanted"].items()},
-        located={matrix: (part, entry) for matrix, (part, entry) in index["located"].items()},
-        **{name: index[name] for name in PLAIN_FIELDS},
-    )
+    with reading(folder / INDEX, "damaged statistics", next_step=AGAIN):
+        if index.pop("checksum", "") != _checksum(index):
+            raise ValueError("the index differs from its checksum")
+        for name, value in index["sums"].items():
+            if sum_of(folder / name) != value:
+                raise ValueError(f"{name} differs from its checksum")
+        return StatisticsFile(
+            folder=folder,
+            requested={matrix: frozenset(names) for matrix, names in index["wanted"].items()},
+            located={matrix: (int(part), str(entry)) for matrix, (part, entry) in index["located"].items()},
+            **{name: index[name] for name in PLAIN_FIELDS},
+        )
+
+
+def _checksum(index: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def write_index(file: StatisticsFile) -> None:
     """Replace the index in one step."""
+    hidden = hidden_path(file.folder, file.done)
+    kept = sorted(file.folder.glob("part_*.safetensors"))
+    kept += [hidden] if hidden.exists() and not file.is_finished else []
+    known = read_json(file.folder / INDEX)["sums"] if (file.folder / INDEX).exists() else {}
     index = {
         "format_version": FORMAT_VERSION,
         "wanted": {matrix: sorted(names) for matrix, names in file.requested.items()},
         "located": file.located,
         **{name: getattr(file, name) for name in PLAIN_FIELDS},
+        "sums": {path.name: known.get(path.name) or sum_of(path) for path in kept},
     }
+    index["checksum"] = _checksum(index)
     with _replacing(file.folder / INDEX) as stream:
         stream.write(json.dumps(index).encode())
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit import files
 from quantkit.errors import InputError
 
 # Letters: B windows, T tokens of a window, N tokens of the text, R and C rows and columns of a user's ids.
@@ -98,31 +99,24 @@ def read_text(source: Path | None, *, bundled: str, flag: str, allowed: str = "a
     """The user's text, or a bundled one; `flag` and `allowed` are for the error message."""
     if source is None:
         return (resources.files("quantkit") / "assets" / "demo" / bundled).read_text(encoding="utf-8")
-    text = fault = ""
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fault = f"cannot be read ({error})"
+    next_step = f"check {flag}, or save the file again as UTF-8"
+    text, fault = files.read_text(source, allowed=allowed, next_step=next_step), ""
     if "\0" in text:  # two-byte encodings of plain English decode without an error, with zeros between
         fault = "holds zero bytes, which no text in UTF-8 does"
     if not text.strip():
         fault = fault or "the text is empty"
     if fault:
-        next_step = f"check {flag}, or save the file again as UTF-8"
         raise InputError(fault, where=str(source), allowed=allowed, next_step=next_step)
     return text
 
 
 def _read_ids(source: Path) -> Tokens:
-    try:
+    allowed = "an array of whole numbers written by numpy.save"
+    with files.reading(
+        source, "cannot be read as token ids", allowed=allowed, next_step="check --calibration-text"
+    ):
+        files.require_regular(source)
         ids: NDArray[Any] = np.load(source, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(
-            f"cannot be read as token ids ({error})",
-            where=str(source),
-            allowed="an array of whole numbers written by numpy.save",
-            next_step="check --calibration-text",
-        ) from error
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
         shape = f"{ids.dtype} of {ids.ndim} dimensions" if isinstance(ids, np.ndarray) else "several arrays"
         raise InputError(

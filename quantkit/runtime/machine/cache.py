@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import quantkit
+from quantkit.errors import InputError
+from quantkit.files import read_json
 from quantkit.runtime.machine.checks import onnxruntime_wheels
 from quantkit.runtime.machine.facts import read_cpu
 
@@ -48,9 +50,9 @@ def cache_path(kind: str, key: Key) -> Path:
 def read_measured(kind: str, key: Key) -> Any:
     """The JSON value that `write_measured` kept for this key; None where the file is missing or damaged."""
     try:
-        content = json.loads(cache_path(kind, key).read_text(encoding="utf-8"))
+        content = read_json(cache_path(kind, key))
         return content["measured"] if content["key"] == dict(key) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (InputError, KeyError):
         return None
 
 

@@ -130,6 +130,10 @@ class Cpu:
         """Threads that do useful work: one for each usable physical core."""
         return max(1, min(self.physical_cores, int(self.usable_cores)))
 
+    def threads_for(self, threads: int | None) -> int:
+        """The threads that are asked for, up to a few a core; thousands take minutes to start."""
+        return min(threads or self.num_threads, max(16, 4 * self.logical_cores))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:

@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import onnxruntime
 import psutil
 
+from quantkit.errors import InputError
+from quantkit.files import read_json
 from quantkit.runtime.machine.cache import cache_folder
+from quantkit.runtime.manifest import sha256_of
 from quantkit.runtime.providers.table import Provider, device_of, one_line, open_on, options_of, version_of
 
 FOLDER = "compiled"
@@ -86,13 +88,8 @@ def model_hash(model: Path) -> str:
         # External data is stored under its file's name, as plain text.
         if path.suffix in WEIGHT_FILES and path.is_file() and path.name.encode() in graph:
             digest.update(path.name.encode())
-            digest.update(bytes.fromhex(file_hash(path)))
+            digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def places_of(model: Path) -> tuple[Path, Path]:
@@ -182,7 +179,7 @@ def _publish(partial: Path, context: Path, origin: Origin, compile_ms: float) ->
     content = {
         **asdict(origin),
         "file": context.name,
-        "file_sha256": file_hash(partial),
+        "file_sha256": sha256_of(partial),
         "compile_ms": round(compile_ms, 3),
     }
     written = partial.with_suffix(".json")
@@ -208,17 +205,17 @@ def _record_of(context: Path) -> Path:
 def _why_stale(context: Path, origin: Origin) -> str:
     """Why a compiled graph must not be used, or an empty string."""
     try:
-        record: Any = json.loads(_record_of(context).read_text(encoding="utf-8"))
+        record = read_json(_record_of(context))
         kept = {field.name: str(record[field.name]) for field in fields(Origin)}
         file_sha256 = str(record["file_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (InputError, KeyError):
         return "no record says what it was compiled from"
     now = asdict(origin)
     for key, words in REASONS.items():
         if kept[key] != now[key]:
             return words.format(kept=kept[key], now=now[key])
     try:
-        is_sound = file_hash(context) == file_sha256
+        is_sound = sha256_of(context) == file_sha256
     except OSError:
         return "its file is gone"
     return "" if is_sound else "its file is damaged"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,11 +22,14 @@ import onnxruntime
 import psutil
 from numpy.typing import NDArray
 
+from quantkit.errors import InputError
+from quantkit.files import read_json
 from quantkit.model.model_map import to_json
 from quantkit.runtime.encoder import ENDS
 from quantkit.runtime.generate import Batch
 from quantkit.runtime.machine.checks import check_provider
 from quantkit.runtime.machine.facts import read_cpu, read_hardware
+from quantkit.runtime.manifest import MANIFEST
 from quantkit.runtime.providers.compiled import compile_kept, find
 from quantkit.runtime.providers.compiled import start as start_kept
 from quantkit.runtime.providers.placement import (
@@ -145,8 +147,8 @@ def start_again(trial: Trial) -> None:
 def target_of(folder: Path) -> str | None:
     """The target in the artifact's manifest."""
     try:
-        target = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["target"]
-    except (OSError, ValueError, KeyError, TypeError):
+        target = read_json(folder / MANIFEST).get("target")
+    except InputError:
         return None
     return target if isinstance(target, str) else None
 

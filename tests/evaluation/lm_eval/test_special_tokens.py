@@ -36,5 +36,5 @@ def test_lists_absent_files_and_unknown_tokens(tmp_path):
     assert found(tmp_path, config={"eos_token_id": [5, 6]}) == SpecialTokens(begin=None, end=5)
     assert found(tmp_path, tokenizer_config={"eos_token": "<other>"}).end is None
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not readable as JSON"):
+    with pytest.raises(InputError, match="not JSON"):
         found(tmp_path)

@@ -112,7 +112,7 @@ def test_a_form_that_fits_but_does_not_open_is_compiled_again(model):
     context = keep(model, place)
     context.write_bytes(b"no model")
     record = json.loads(context.with_suffix(".json").read_text())
-    record["file_sha256"] = compiled.file_hash(context)
+    record["file_sha256"] = compiled.sha256_of(context)
     context.with_suffix(".json").write_text(json.dumps(record))
     started = compiled.start(CPU, model, options)
     assert not started.is_reused and "does not open" in started.message

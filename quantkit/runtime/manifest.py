@@ -1,0 +1,111 @@
+"""The manifest of a folder that quantkit wrote: hashes of its files, and the check against them.
+
+Every file has its SHA-256. A large one also has 64-bit sums of its parts: they take a tenth of the time that
+onnxruntime needs to load it, and SHA-256 takes half of that time. Both detect accidental damage; deliberate
+changes are detected by SHA-256 alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from quantkit.errors import InputError
+from quantkit.files import expect, read_json, reading
+
+MANIFEST = "manifest.json"
+LARGE_BYTES = 8 << 20
+PART_BYTES = 1 << 18
+IGNORED_FOLDERS = ("compiled", "__pycache__")  # written by runs; compiled graphs have hashes of their own
+Check = Literal["all", "quick", "none"]
+MOST_NAMED = 4
+WRITTEN = "a folder that 'quantkit quantize', 'package' or 'protect' wrote"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder, with the hashes of its files."""
+    manifest = read_json(
+        folder / MANIFEST, allowed=WRITTEN, next_step="check the path, or copy the folder again"
+    )
+    for key, kind in (("versions", dict), ("scheme", str), ("target", str)):
+        expect(manifest, key, kind, where=folder / MANIFEST)
+    files, sums = manifest.get("files"), manifest.get("sums", {})
+    for hashes in (files, sums):
+        if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
+            raise InputError(f"its {MANIFEST} lists no files", where=str(folder), allowed=WRITTEN)
+    return manifest
+
+
+def require_whole(folder: Path, check: str = "quick") -> dict[str, Any]:
+    """The manifest of a folder; files that differ from it, are missing or not listed are refused by name."""
+    if check not in get_args(Check):
+        raise InputError(f"'{check}'", where="--check", allowed=", ".join(get_args(Check)))
+    if check == "none":
+        return {}
+    manifest = read_manifest(folder)
+    faults = list(faults_of(folder, manifest, sums_large=check == "quick"))
+    if faults:
+        rest = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+        raise InputError(
+            f"the folder is damaged: {'; '.join(faults[:MOST_NAMED])}{rest}",
+            where=str(folder),
+            next_step="copy it again, or make it again; --check none opens it as it is",
+        )
+    return manifest
+
+
+def faults_of(folder: Path, manifest: dict[str, Any], *, sums_large: bool) -> Iterator[str]:
+    files, sums = manifest["files"], manifest.get("sums", {})
+    for name, sha256 in sorted(files.items()):
+        path, place = folder / name, PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts:
+            yield f"{name} lies outside of the folder"
+        elif not path.is_file():
+            yield f"{name} is missing"
+        else:
+            with reading(path):
+                uses_sums = sums_large and name in sums and path.stat().st_size > LARGE_BYTES
+                actual, listed = (sum_of(path), sums[name]) if uses_sums else (sha256_of(path), sha256)
+            if actual != listed:
+                yield f"{name} differs from the manifest"
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        is_known = name in files or name == MANIFEST or path.name.startswith(".") or path.suffix == ".md"
+        if not is_known and not path.is_dir() and name.split("/")[0] not in IGNORED_FOLDERS:
+            yield f"{name} is not in the manifest"
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """Path in the folder -> SHA-256, of every file but the folder's own manifest."""
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in _files(folder)}
+
+
+def sum_files(folder: Path) -> dict[str, str]:
+    """Path in the folder -> hash of the sums of its parts, of large files."""
+    large = (path for path in _files(folder) if path.stat().st_size > LARGE_BYTES)
+    return {path.relative_to(folder).as_posix(): sum_of(path) for path in large}
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sum_of(path: Path) -> str:
+    """SHA-256 of the 64-bit sums of a file's parts, the last part padded with zeros, and of its length."""
+    part = np.zeros(PART_BYTES // 8, np.uint64)
+    content = part.view(np.uint8)
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    with path.open("rb") as file:
+        while count := file.readinto(content.data):
+            content[count:] = 0
+            digest.update(int(part.sum(dtype=np.uint64)).to_bytes(8, "little"))
+    return digest.hexdigest()

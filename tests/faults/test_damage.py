@@ -1,0 +1,128 @@
+"""Damage to every file of an artifact is named when the folder is verified or opened, whatever the kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from parsers import CORPUS
+
+import quantkit
+from quantkit.errors import InputError
+from quantkit.pipeline.verify import verify
+from quantkit.private.host.model import open_host
+from quantkit.runtime import manifest
+from quantkit.runtime.manifest import require_whole
+
+pytestmark = pytest.mark.once
+ARTIFACT = CORPUS / "artifact"
+LISTED = tuple(json.loads((ARTIFACT / "manifest.json").read_text())["files"])
+FILES = (*LISTED, "manifest.json")
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def zeroed(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": flipped,
+    "zeros": zeroed,
+    "random": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0" * 8),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(ARTIFACT, tmp_path / "artifact")
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    document = json.loads((folder / "manifest.json").read_text())
+    change(document["files"])
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+def test_an_artifact_as_it_was_written_is_whole(folder):
+    assert verify(folder).num_files == len(LISTED)
+    (folder / "README.md").write_text("notes of a user")
+    assert quantkit.load(folder).folder == folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", LISTED)
+def test_damage_is_named(file, damage, folder, record_property):
+    record_property("cases", 1)
+    DAMAGES[damage](folder / file)
+    for open_folder in (verify, quantkit.load):
+        if open_folder is quantkit.load and (file, damage) == ("model.onnx", "missing"):
+            continue  # no artifact any more, which is said before
+        with pytest.raises(InputError, match=file):
+            open_folder(folder)
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "longer"])
+def test_a_damaged_manifest_is_named(damage, folder):
+    if damage == "a flipped bit":
+        change_manifest(folder, lambda files: files.update({"config.json": files["config.json"][::-1]}))
+    else:
+        DAMAGES[damage](folder / "manifest.json")
+    with pytest.raises(InputError, match=r"manifest"):
+        quantkit.load(folder)
+
+
+def test_hashes_that_are_zero_or_absent_and_files_that_are_not_listed(folder):
+    change_manifest(folder, lambda files: files.update(dict.fromkeys(files, "0" * 64)))
+    with pytest.raises(InputError, match=r"config\.json differs from the manifest.* more"):
+        verify(folder)
+    shutil.copy(ARTIFACT / "manifest.json", folder)
+    change_manifest(folder, lambda files: files.pop("model.onnx"))
+    with pytest.raises(InputError, match=r"model\.onnx is not in the manifest"):
+        verify(folder)
+    shutil.copy(ARTIFACT / "manifest.json", folder)
+    (folder / "added.json").write_text("{}")
+    with pytest.raises(InputError, match=r"added\.json is not in the manifest"):
+        verify(folder)
+
+
+def test_a_manifest_that_points_outside(folder):
+    change_manifest(folder, lambda files: files.update({"../../etc/passwd": "0" * 64}))
+    with pytest.raises(InputError, match="lies outside of the folder"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "missing"])
+def test_sums_of_large_files_see_each_damage(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "LARGE_BYTES", 1000)
+    content = os.urandom((1 << 18) * 2 + 77)
+    (tmp_path / "weights").write_bytes(content)
+    document = {"files": manifest.hash_files(tmp_path), "sums": manifest.sum_files(tmp_path)}
+    assert list(document["sums"]) == ["weights"]
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    for check in ("all", "quick"):
+        require_whole(tmp_path, check)
+    DAMAGES[damage](tmp_path / "weights")
+    for check in ("all", "quick"):
+        with pytest.raises(InputError, match="weights differs"):
+            require_whole(tmp_path, check)
+    assert require_whole(tmp_path, "none") == {}
+
+
+def test_a_host_folder_is_checked_when_it_is_opened(tmp_path):
+    folder = shutil.copytree(CORPUS / "host", tmp_path / "host")
+    flipped(folder / "model.onnx")
+    with pytest.raises(InputError, match=r"model\.onnx differs"):
+        open_host(folder, threads=1)
