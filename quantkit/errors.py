@@ -6,6 +6,8 @@ mistake of the package stays an ordinary exception with a traceback.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class InputError(ValueError):
     """A fault in the user's input. Its four parts are attributes; `str(error)` is the line for the terminal.
@@ -14,6 +16,7 @@ class InputError(ValueError):
     accepted there, and `next_step` a remedy. The last three are empty strings where they do not apply.
     """
 
+    exit_code: ClassVar[int] = 2
     what: str
     where: str
     allowed: str
@@ -27,3 +30,9 @@ class InputError(ValueError):
         if next_step:
             parts.append(f"next: {next_step}")
         super().__init__("; ".join(" ".join(part.split()) for part in parts))
+
+
+class MissingProviderError(InputError):
+    """An execution provider that this machine does not run."""
+
+    exit_code = 1

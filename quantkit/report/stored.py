@@ -13,6 +13,7 @@ from quantkit.errors import InputError
 from quantkit.report.document import Report
 from quantkit.report.tables import Json
 
+REPORT_FILE = "report.json"
 AGAIN = "quantize again to write a new report"
 
 
@@ -21,7 +22,7 @@ REQUIRED = ("model", "scheme", "target", "projections", "matrices", "parameters"
 
 def read_document(folder: Path) -> dict[str, Any]:
     """The content of an artifact's report.json."""
-    path = folder / "report.json"
+    path = folder / REPORT_FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -53,7 +54,7 @@ def damaged(folder: Path, error: Exception) -> InputError:
     """The error of a report.json that does not fit the record."""
     return InputError(
         f"not a report ({type(error).__name__}: {error})",
-        where=str(folder / "report.json"),
+        where=str(folder / REPORT_FILE),
         next_step=AGAIN,
     )
 
