@@ -22,7 +22,7 @@ from quantkit.runtime.session import Session
 SHORT, LONG = 5, 320  # tokens of the prompts
 NUM_STEPS = 2  # tokens that continue a decoder's prompt
 # Tokens x parameters of the long prompt: some seconds. It has MIN_LONG tokens at least.
-WORK, MIN_LONG = 1 << 35, 32
+WORK, MIN_LONG = 1 << 34, 32
 
 # Inputs of the reference, and outputs of the graph with the rows of the reference's output that they equal.
 Compared = tuple[tuple[Ints, ...], list[tuple[slice, Floats]]]

@@ -32,7 +32,7 @@ class Accuracy:
     kl_standard_error: float  # over windows, since tokens of a window are alike
     kl_99th_percentile: float
     top1_agreement: float  # share of positions with equal argmax
-    top1_standard_error: float
+    top1_standard_error: float | None = None
     max_relative_logit_error: float  # largest difference over largest reference logit
     num_tokens: int  # predicted tokens: every token but the first
     window: int

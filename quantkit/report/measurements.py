@@ -101,7 +101,7 @@ def verdict_line(document: Json) -> str:
     """The verdict, or why there is none."""
     if "judgement" in document:
         return f"verdict: {document['judgement']['verdict']}"
-    return "verdict: none, because accuracy was not compared with the original"
+    return "verdict: none; the quantized model was not compared with the original"
 
 
 def machine_line(environment: Json) -> str:

@@ -156,7 +156,11 @@ def _unplaced_rows(run: Json) -> Iterable[tuple[str, ...]]:
 
 
 def _failures(runs: Sequence[Json]) -> Iterable[str]:
-    return (f"{run['provider']} did not run the model: {run['why_not']}" for run in runs if "why_not" in run)
+    return (
+        f"{run['provider']} did not run the model: {run['why_not']}"
+        for run in runs
+        if run["outcome"] == "failed"
+    )
 
 
 def _strict_alarms(runs: Sequence[Json]) -> Iterable[str]:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from unittest import mock
@@ -28,6 +28,7 @@ from test_cli import quantkit as quantkit_alone
 from quantkit import cli
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
+from quantkit.pipeline.stages import export as export_stage
 from quantkit.runtime.decoder import open_decoder
 
 NEVER = ("--no-eval", "--min-dim", "1")
@@ -349,3 +350,38 @@ def test_random_weights_count_a_shared_table_once(tmp_path):
     size = json.loads(ran.stdout)["size"]
     assert size["source_bytes"] == 4 * 124_439_808
     assert size["ratio"] <= 0.262
+
+
+def test_a_float_graph_unlike_transformers_exits_with_1_and_keeps_the_artifact(tmp_path, monkeypatch):
+    row, out = FAMILIES["llama"], tmp_path / "out"
+    build_tiny(row.tiny_class, row.tiny).save_pretrained(tmp_path / "model")
+
+    def emit(model_map, *arguments, **options):
+        norms = tuple(replace(norm, epsilon=norm.epsilon + 0.1) for norm in model_map.norms)
+        return right(replace(model_map, norms=norms), *arguments, **options)
+
+    right = export_stage.emit_decoder
+    monkeypatch.setattr(export_stage, "emit_decoder", emit)
+    ran = quantkit("quantize", str(tmp_path / "model"), *NEVER, "--transform", "none", "-o", str(out))
+    assert ran.returncode == 1
+    assert "BROKEN: difference of the float32 graph from transformers" in ran.stdout
+    assert "verdict: broken" in ran.stdout
+    assert "verdict: broken" in (out / "report.md").read_text()
+    assert json.loads((out / "report.json").read_text())["judgement"]["verdict"] == "broken"
+
+
+def test_a_missing_tokenizer_is_said_at_once_and_in_the_report(tmp_path):
+    row, out = FAMILIES["llama"], tmp_path / "out"
+    build_tiny(row.tiny_class, row.tiny).save_pretrained(tmp_path / "model")
+    ran = quantkit("quantize", str(tmp_path / "model"), *NEVER, "--transform", "none", "-o", str(out))
+    assert ran.returncode == 0
+    assert ran.stderr.startswith("note: the checkpoint has no tokenizer")
+    assert "the checkpoint has no tokenizer" in (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["50", "1", "100%", "250%", "0", "-1%", "nan", "half"])
+def test_a_perplexity_budget_that_may_mean_percent_is_refused(text):
+    line = refused("quantize", "demo", "--max-ppl-increase", text)
+    assert "--max-ppl-increase" in line and "such as 0.5%, or a share below 1" in line
+    if text == "50":
+        assert "next: 50% if you mean percent" in line
