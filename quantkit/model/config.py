@@ -42,6 +42,8 @@ class ModelConfig:
     attention_softcap: float | None
     final_softcap: float | None
     query_scale: float | None  # None: 1 / sqrt(head_dim)
+    num_experts: int | None  # of a mixture-of-experts FFN
+    num_active_experts: int | None  # that run for each token
     raw: Mapping[str, Any]
 
 
@@ -147,5 +149,9 @@ def normalise(config: Any) -> ModelConfig:
         attention_softcap=getattr(config, "attn_logit_softcapping", None),
         final_softcap=getattr(config, "final_logit_softcapping", None),
         query_scale=None if query_scalar is None else float(query_scalar) ** -0.5,
+        num_experts=_first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        num_active_experts=_first(
+            config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"
+        ),
         raw=config.to_dict() if hasattr(config, "to_dict") else {},
     )
