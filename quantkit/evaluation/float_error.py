@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Floats, Ints
 from quantkit.evaluation.artifact import open_measured
 from quantkit.evaluation.measurements import FloatError
@@ -43,7 +44,14 @@ def check_prompts(
 def float_error(folder: Path, reference: Reference, prompts: Sequence[Ints], *, pad_id: int) -> FloatError:
     """Compare the float graphs of a folder with the reference; one of the two is in memory at a time."""
     session = open_measured(folder)
-    compared = list(_continued(session, prompts) if session.generates else _padded(session, prompts, pad_id))
+    try:
+        compared = list(
+            _continued(session, prompts) if session.generates else _padded(session, prompts, pad_id)
+        )
+    except InputError:
+        raise
+    except Exception as failure:  # onnxruntime's own exceptions share no useful base class
+        return FloatError(largest_error=1.0, num_tokens=0, failure=" ".join(str(failure).split())[:300])
     del session
     run = reference.answer_logits() if reference.reads_and_answers else reference.logits()
     largest, differences = 0.0, []

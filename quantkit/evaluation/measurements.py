@@ -62,6 +62,7 @@ class FloatError:
 
     largest_error: float  # largest difference over largest output of transformers; 1 where not finite
     num_tokens: int
+    failure: str | None = None  # error of a graph that does not run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,8 +150,6 @@ def normalise(config: Any) -> ModelConfig:
         final_softcap=getattr(config, "final_logit_softcapping", None),
         query_scale=None if query_scalar is None else float(query_scalar) ** -0.5,
         num_experts=_first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        num_active_experts=_first(
-            config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"
-        ),
+        num_active_experts=_first(config, "num_experts_per_tok", "num_experts_per_token", "moe_k"),
         raw=config.to_dict() if hasattr(config, "to_dict") else {},
     )

@@ -29,7 +29,6 @@ from quantkit.pipeline.stages.resolve import Resolved
 from quantkit.pipeline.stages.write import Written, write_float, write_float_static
 from quantkit.plan.targets import TARGETS
 from quantkit.recipe import Measure
-from quantkit.runtime.graph import NotTextError
 
 CONFIG_FILES = ("config.json", "generation_config.json")  # they name a decoder's first token
 UNMEASURED_BYTES = 4 << 30  # of a float reference that is only compared with transformers
@@ -138,11 +137,10 @@ def _float_error(written: Written, twin: Twin) -> tuple[FloatError | None, str]:
     )
     with resolved.progress.stage("float check"), float_graphs(written, twin.folder) as folder:
         try:
-            return float_error(
-                folder, _original(resolved), prompts, pad_id=config.get("pad_token_id") or 0
-            ), ""
-        except NotTextError as error:
-            return None, f"no float graph was compared with transformers: {error}"
+            error = float_error(folder, _original(resolved), prompts, pad_id=config.get("pad_token_id") or 0)
+        except Exception as reason:  # a graph of other inputs, or a class that transformers does not load
+            return None, f"the float graph was not compared with transformers: {str(reason)[:300]}"
+        return error, f"the float graph does not run: {error.failure}" if error.failure else ""
 
 
 @contextmanager

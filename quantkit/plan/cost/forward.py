@@ -132,7 +132,7 @@ def _unmapped_rows(scope: Scope) -> list[Row]:
             rows.append(
                 experts_row(scope, name, (parameter.name,), in_features=sizes[0], out_features=sizes[1])
             )
-        elif shape == (stored, hidden):
+        elif shape == (stored, hidden) and ".experts." not in parameter.name:
             macs = scope.run.batch * scope.tokens * math.prod(shape)
             numbers = (scope.run.batch, scope.tokens, *shape)
             router = partial(make_row, scope, "ffn", "router", "matmul", scope.shape(shape[0]))
