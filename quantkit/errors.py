@@ -6,6 +6,8 @@ mistake of the package stays an ordinary exception with a traceback.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 MAX_CHARACTERS = 1000  # of a part; longer ones are cut in the middle
 
 
@@ -16,6 +18,7 @@ class InputError(ValueError):
     accepted there, and `next_step` a remedy. The last three are empty strings where they do not apply.
     """
 
+    exit_code: ClassVar[int] = 2
     what: str
     where: str
     allowed: str
@@ -37,3 +40,9 @@ def _one_line(text: str) -> str:
     if len(line) > MAX_CHARACTERS:
         line = f"{line[: MAX_CHARACTERS // 2]} ... {line[-MAX_CHARACTERS // 4 :]}"
     return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
+class MissingProviderError(InputError):
+    """An execution provider that this machine does not run."""
+
+    exit_code = 1

@@ -81,6 +81,11 @@ class Progress:
                     counted = f", {amount(done)} {unit}" if done and unit else ""
                     self._console.print(Text(f"{name}: {seconds:.1f} s{counted}"), soft_wrap=True)
 
+    def say(self, line: str) -> None:
+        """A line at once, between two stages."""
+        if self._draws or self._writes:
+            self._console.print(Text(line), soft_wrap=True)
+
     @contextmanager
     def _bar(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
         """A bar, drawn after a delay by a timer, so that a stage without reports has one too."""

@@ -91,7 +91,10 @@ class Budget(Section):
     """Largest loss of accuracy. With a limit, formats are searched layer by layer."""
 
     max_ppl_increase: float | None = Field(
-        default=None, gt=0, description="largest relative increase of perplexity: 0.005 is half a percent"
+        default=None,
+        gt=0,
+        lt=1,
+        description="largest relative increase of perplexity: 0.005 is half a percent",
     )
     max_kl: float | None = Field(default=None, gt=0, description="largest KL divergence in nats per token")
     prefer: Literal["size", "speed"] = Field(default="size", description="quantity that the search minimizes")

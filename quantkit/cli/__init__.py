@@ -1,7 +1,8 @@
 """The command line: one file a verb, with its flags, the call, and what it prints.
 
-Heavy imports happen inside the verb that needs them. Exit codes: 0 done, 1 a bar was missed or a check found
-a problem, 2 the input was wrong (one line on stderr), 130 and 143 stopped by Ctrl-C and SIGTERM.
+Heavy imports happen inside the verb that needs them. Exit codes: 0 done, 1 a broken artifact, a missed bar, a
+missing provider or another problem, 2 the input was wrong (one line on stderr), 130 and 143 stopped by Ctrl-C
+and SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ __all__ = [
     "app", "bench", "compare", "doctor", "evaluate", "generate", "inspect", "lm_eval", "main", "package",
     "protect", "quantize", "report", "serve_host", "verify",
 ]  # fmt: skip
-WRONG_INPUT = 2
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except InputError as error:
-        _refuse(str(error))
+        _refuse(str(error), error.exit_code)
     except SystemExit as ending:
         if stopped_by:
             notes = getattr(ending, "__notes__", ["nothing was written"])
@@ -70,6 +70,6 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _refuse(line: str) -> None:
+def _refuse(line: str, exit_code: int = InputError.exit_code) -> None:
     print(f"quantkit: {line}", file=sys.stderr)
-    sys.exit(WRONG_INPUT)
+    sys.exit(exit_code)

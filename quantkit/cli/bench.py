@@ -29,6 +29,7 @@ def bench(
     """Measure an artifact's speed and memory on the CPU, or speed and placement on providers."""
     from quantkit.evaluation.benchmark import fell_back
     from quantkit.evaluation.measure import environment
+    from quantkit.evaluation.verdict import is_broken, judge_providers
     from quantkit.pipeline.artifact import load
     from quantkit.report.document import rerun_json
     from quantkit.runtime.providers.trial import read_choices
@@ -48,10 +49,11 @@ def bench(
             latency=[benchmark.latency] if benchmark.latency else [],
             memory=benchmark.memory,
             environment=environment(),
+            judgement=artifact.judgement,
             notes=(*benchmark.notes, *benchmark.failures),
         )
         show(document, rerun_page(document), output_format)
-        finish(not benchmark.failures)
+        finish(not (benchmark.failures or is_broken(artifact.judgement)))
         return
     from quantkit.report.providers import providers_page
 
@@ -64,7 +66,9 @@ def bench(
         threads=artifact.threads,
         environment=environment(),
         strict=strict,
+        judgement=judge_providers(runs),
         notes=notes,
     )
     show(document, providers_page(document), output_format)
-    finish(not (strict and any(fell_back(run) for run in runs)))
+    has_failed = any(run.outcome == "failed" or (strict and fell_back(run)) for run in runs)
+    finish(not (has_failed or is_broken(judge_providers(runs))))

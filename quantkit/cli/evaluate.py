@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app, show
+from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app, finish, show
 
 
 @app.command("eval")
@@ -28,6 +28,7 @@ def evaluate(
 ) -> None:
     """Measure an artifact's accuracy: perplexity, and beside its original KL divergence and agreement."""
     from quantkit.evaluation.measure import environment
+    from quantkit.evaluation.verdict import is_broken
     from quantkit.pipeline.artifact import load
     from quantkit.report.document import evaluation_json
     from quantkit.report.measurements import rerun_page
@@ -45,8 +46,10 @@ def evaluate(
         artifact.described,
         evaluation.result,
         is_meaningful=not artifact.recipe.random_weights,
+        judgement=evaluation.judgement,
         reference=evaluation.reference,
         environment=environment(),
         notes=evaluation.notes,
     )
     show(document, rerun_page(document), "json" if as_json else "table")
+    finish(not is_broken(evaluation.judgement))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -156,7 +155,7 @@ def quantize(
     else:
         print_page(quantization_page(document))
         typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}")
-    finish(artifact.report.holds_budget and not artifact.report.failures)
+    finish(artifact.report.is_sound and not artifact.report.failures)
 
 
 def parse_layers(texts: Sequence[str] | None) -> Mapping[str, str] | None:
@@ -178,15 +177,18 @@ def parse_layers(texts: Sequence[str] | None) -> Mapping[str, str] | None:
 
 
 def parse_share(text: str | None) -> float | None:
-    """0.005 from "0.5%" or "0.005"."""
+    """0.005 from "0.5%" or "0.005"; 50 is refused, because it may mean 50%."""
     if not text:
         return None
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
+    if not 0 < value < 1:
         raise InputError(
-            f"'{text}'", where="--max-ppl-increase", allowed="a share above 0, such as 0.5% or 0.005"
+            f"'{text}'",
+            where="--max-ppl-increase",
+            allowed="a percentage above 0% and below 100%, such as 0.5%, or a share below 1, such as 0.005",
+            next_step=f"{text}% if you mean percent" if value >= 1 and not text.endswith("%") else "",
         )
     return value

@@ -13,13 +13,14 @@ difference is 0.001% of perplexity; without overlap it is zero.
 Both models read a window before the next window begins. Only a few numbers for each token are kept.
 
 KL(reference || quantized) covers the whole distribution. Perplexity covers only the probability of the next
-token, where errors of opposite sign cancel. Standard errors assume independent tokens.
+token, where errors of opposite sign cancel. Standard errors of perplexities assume independent tokens. Those
+of KL divergence and top-1 agreement are over windows, because tokens of one window are alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,16 +96,18 @@ def measure_accuracy(
     kl_T = np.concatenate([chunk.kl_S for chunk in chunks])
     largest_logit = max(chunk.largest_logit for chunk in chunks)
     difference, difference_error = _mean_and_error(quantized_T - reference_T)
-    kl_divergence, kl_standard_error = _mean_and_error(kl_T)
+    is_same_T = np.concatenate([chunk.is_same_top1_S for chunk in chunks]).astype(np.float64)
+    counts = [span.num_targets for span in windows(len(token_ids), window=window, stride=stride)]
     return Accuracy(
         reference=_perplexity(reference_T, "reference"),
         quantized=_perplexity(quantized_T, "quantized"),
         increase=math.expm1(difference),
         increase_standard_error=math.exp(difference) * difference_error,
-        kl_divergence=kl_divergence,
-        kl_standard_error=kl_standard_error,
+        kl_divergence=float(kl_T.mean()),
+        kl_standard_error=_error_over_windows(kl_T, counts),
         kl_99th_percentile=float(np.percentile(kl_T, 99)),
-        top1_agreement=float(np.concatenate([chunk.is_same_top1_S for chunk in chunks]).mean()),
+        top1_agreement=float(is_same_T.mean()),
+        top1_standard_error=_error_over_windows(is_same_T, counts),
         max_relative_logit_error=(
             max(chunk.largest_difference for chunk in chunks) / largest_logit if largest_logit else 0.0
         ),
@@ -275,6 +278,16 @@ def _shifted(values_SV: Floats, *, first_target: int, name: str) -> tuple[Double
 
 def _mean_and_error(values: Doubles) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def _error_over_windows(values_T: Doubles, counts: Sequence[int]) -> float:
+    """Standard error of the mean over tokens, from the spread of windows; of a single window, over tokens."""
+    if len(counts) < 2:
+        return _mean_and_error(values_T)[1]
+    excess_W = np.array(
+        [part_T.sum() for part_T in np.split(values_T - values_T.mean(), np.cumsum(counts)[:-1])]
+    )
+    return float(np.sqrt((excess_W**2).sum() * len(counts) / (len(counts) - 1)) / len(values_T))
 
 
 def _perplexity(nll_T: Doubles, name: str) -> Perplexity:

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from quantkit.evaluation.accuracy import Floats, Ints, score_tokens
 from quantkit.evaluation.measurements import ProviderAccuracy
-from quantkit.evaluation.similarity import pooled_cosine
+from quantkit.evaluation.similarity import pooled_cosine, relative_rms
 
 
 def agreement(
@@ -30,22 +30,36 @@ def agreement(
     largest = float(np.abs(reference_WPV).max())
     error = float(np.abs(outputs_WPV.astype(np.float64) - reference_WPV).max())
     pairs = list(zip(reference_WPV, outputs_WPV, strict=True))
-    kl = perplexity_ratio = lowest_cosine = None
+    kl = perplexity_ratio = lowest_cosine = rms_error = standard_error = None
+    is_same_WP = outputs_WPV.argmax(axis=-1) == reference_WPV.argmax(axis=-1)
     if predicts_tokens:
-        kl = float(np.mean([_divergence(*pair) for pair in pairs]))
+        kl_W = [_divergence(*pair) for pair in pairs]
+        kl, standard_error = float(np.mean(kl_W)), _error_over_texts(kl_W)
         perplexity_ratio = _perplexity_ratio(outputs_WPV, reference_WPV, ids_WS, positions)
     else:
         cosines = [pooled_cosine(*(states.astype(np.float64) for states in pair)) for pair in pairs]
         lowest_cosine = float(np.min(cosines))
+        rms_error, standard_error = relative_rms(
+            np.array([(np.subtract(*pair, dtype=np.float64) ** 2).sum() for pair in pairs]),
+            np.array([(states.astype(np.float64) ** 2).sum() for states in reference_WPV]),
+        )
     return ProviderAccuracy(
         reference=reference,
         max_relative_logit_error=error / largest if largest else 0.0,
         num_tokens=outputs_WPV.shape[0] * outputs_WPV.shape[1],
-        top1_agreement=float((outputs_WPV.argmax(axis=-1) == reference_WPV.argmax(axis=-1)).mean()),
+        top1_agreement=float(is_same_WP.mean()),
+        top1_standard_error=_error_over_texts(is_same_WP.mean(axis=1)),
+        standard_error=standard_error,
         kl_divergence=kl,
         perplexity_ratio=perplexity_ratio,
         lowest_cosine=lowest_cosine,
+        relative_rms_error=rms_error,
     )
+
+
+def _error_over_texts(values_W: ArrayLike) -> float | None:
+    values = np.asarray(values_W, np.float64)
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 def _perplexity_ratio(

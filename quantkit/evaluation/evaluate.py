@@ -15,6 +15,7 @@ from quantkit.evaluation.measure import compare
 from quantkit.evaluation.measurements import Accuracy, Similarity
 from quantkit.evaluation.reference import named_reference, original_at_hand
 from quantkit.evaluation.text import encoded_text, random_text
+from quantkit.evaluation.verdict import Judgement, judge
 from quantkit.progress import Progress
 
 
@@ -23,6 +24,11 @@ class Evaluation:
     result: Accuracy | Similarity | TextPerplexity
     reference: str | None
     notes: tuple[str, ...] = ()
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """The verdict; None without a reference."""
+        return None if isinstance(self.result, TextPerplexity) else judge(self.result)
 
 
 def evaluate(artifact: OpenArtifact, *, reference: str | None, progress: Progress) -> Evaluation:

@@ -25,6 +25,7 @@ from quantkit.evaluation.latency import Budget, bytes_per_token, fitting, measur
 from quantkit.evaluation.measurements import (
     Accuracy,
     Environment,
+    FloatError,
     Latency,
     Memory,
     PeakMemory,
@@ -53,6 +54,7 @@ class Measured:
 
     accuracy: Accuracy | None = None
     similarity: Similarity | None = None  # of an encoder, in place of accuracy
+    float_error: FloatError | None = None
     latency: Latency | None = None
     memory: Memory | None = None
     notes: tuple[str, ...] = ()

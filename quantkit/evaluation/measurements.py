@@ -29,9 +29,10 @@ class Accuracy:
     increase: float  # quantized / reference - 1
     increase_standard_error: float  # of paired differences, so far smaller than those of the perplexities
     kl_divergence: float  # KL(reference || quantized) in nats, mean over tokens
-    kl_standard_error: float
+    kl_standard_error: float  # over windows, since tokens of a window are alike
     kl_99th_percentile: float
     top1_agreement: float  # share of positions with equal argmax
+    top1_standard_error: float | None = None
     max_relative_logit_error: float  # largest difference over largest reference logit
     num_tokens: int  # predicted tokens: every token but the first
     window: int
@@ -52,6 +53,16 @@ class Similarity:
     window: int
     text: str
     is_meaningful: bool = True
+    error_standard_error: float | None = None  # of the RMS error over windows; None for one window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FloatError:
+    """The original as a float32 graph compared with transformers on a few prompts."""
+
+    largest_error: float  # largest difference over largest output of transformers; 1 where not finite
+    num_tokens: int
+    failure: str | None = None  # error of a graph that does not run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +120,10 @@ class ProviderAccuracy:
     num_tokens: int
     perplexity_ratio: float | None = None  # provider over reference; None for an encoder
     kl_divergence: float | None = None  # mean, in nats; None for an encoder
+    standard_error: float | None = None  # of the KL divergence or of the RMS error, over texts
+    top1_standard_error: float | None = None
     lowest_cosine: float | None = None  # of pooled states; None for a decoder
+    relative_rms_error: float | None = None  # of states; None for a decoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,13 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+NO_VOCABULARY = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def config_for_artifact(source: Source) -> dict[str, Any]:
@@ -37,11 +44,13 @@ def tokenizer_files(source: Source) -> tuple[Path, ...]:
     return tuple(path for path in paths if path.is_file())
 
 
+def has_tokenizer(source: Source) -> bool:
+    return any(path.name not in NO_VOCABULARY for path in tokenizer_files(source))
+
+
 def make_fast_tokenizer(source: Source, folder: Path) -> bool:
     """Write tokenizer.json for a checkpoint that has only the older files; False where it cannot be made."""
-    if source.folder is None or not any(
-        path.name != "generation_config.json" for path in tokenizer_files(source)
-    ):
+    if source.folder is None or not has_tokenizer(source):
         return False
     try:
         loader: Any = transformers.AutoTokenizer

@@ -27,6 +27,8 @@ class ModelConfig:
     vocab_size: int | None
     max_positions: int | None
     is_encoder_decoder: bool
+    num_experts: int | None  # of a mixture-of-experts FFN
+    num_active_experts: int | None  # that run for each token
     raw: Mapping[str, Any]
 
 
@@ -80,5 +82,7 @@ def normalise(config: Any) -> ModelConfig:
         vocab_size=getattr(config, "vocab_size", None),
         max_positions=_first(config, "max_position_embeddings", "n_positions", "max_seq_len"),
         is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
+        num_experts=_first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        num_active_experts=_first(config, "num_experts_per_tok", "num_experts_per_token", "moe_k"),
         raw=config.to_dict() if hasattr(config, "to_dict") else {},
     )

@@ -124,6 +124,8 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         notes=tuple(_notes(walk, layers)),
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
         position_offset=_position_offset(walk),
+        num_experts=config.num_experts,
+        num_active_experts=config.num_active_experts,
     )
 
 

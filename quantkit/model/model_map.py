@@ -279,6 +279,8 @@ class ModelMap:
     used_remote_code: bool = False
     norm_gain_offset: float = 0.0  # a gain is this plus the stored weight
     position_offset: int = 0  # rows of a position table before the first position
+    num_experts: int | None = None  # of a mixture-of-experts FFN
+    num_active_experts: int | None = None  # that run for each token
 
     @property
     def context(self) -> int | None:

@@ -33,13 +33,21 @@ def reference_model(source: Source) -> Any:
 
 def reference_logits(source: Source) -> Logits:
     """The reference as a function of token ids."""
-    run = _logits_of(reference_model(source))
+    return logits_of(reference_model(source))
+
+
+def logits_of(model: Any) -> Logits:
+    run = _logits_of(model)
     return lambda ids: run(input_ids=ids)
 
 
 def reference_answer_logits(source: Source) -> AnswerLogits:
     """An encoder-decoder reference as a function of encoder ids and decoder ids."""
-    run = _logits_of(reference_model(source))
+    return answer_logits_of(reference_model(source))
+
+
+def answer_logits_of(model: Any) -> AnswerLogits:
+    run = _logits_of(model)
     return lambda encoder_ids, ids: run(input_ids=encoder_ids, decoder_input_ids=ids)
 
 

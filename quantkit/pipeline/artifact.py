@@ -21,11 +21,12 @@ from quantkit.evaluation.artifact import (
 from quantkit.evaluation.benchmark import Benchmark, benchmark, benchmark_providers
 from quantkit.evaluation.evaluate import Evaluation, evaluate
 from quantkit.evaluation.measurements import ProviderRun
+from quantkit.evaluation.verdict import Judgement
 from quantkit.pipeline.options import Options, with_options
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.report.document import Report
-from quantkit.report.stored import read_report
+from quantkit.report.stored import REPORT_FILE, read_report
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.manifest import require_whole
@@ -80,6 +81,11 @@ class Artifact:
     def report(self) -> Report:
         """The report that was written with the artifact."""
         return self._report or read_report(self.folder)
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """The verdict of the report; None without a report, or where accuracy was not measured."""
+        return self.report.judgement if self._report or (self.folder / REPORT_FILE).exists() else None
 
     @overload
     def generate(

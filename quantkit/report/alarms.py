@@ -7,10 +7,6 @@ from collections.abc import Iterable
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.tables import Json
 
-# Losses beyond these are noticeable: per-tensor INT8 costs a real decoder 19% of perplexity and 0.18 nats,
-# scales for blocks of 128 cost 1% and 0.008.
-MAX_INCREASE = 0.05
-MAX_KL_DIVERGENCE = 0.05
 # Graph, names and constants come on top of the planned tensors.
 PLANNED_TOLERANCE = 0.02
 PLANNED_TOLERANCE_BYTES = 256 << 10
@@ -23,7 +19,7 @@ def alarms_of(document: Json) -> tuple[str, ...]:
     """Every alarm of the content of report.json."""
     return (
         *_size_alarms(document["size"]),
-        *_accuracy_alarms(document.get("accuracy")),
+        *verdict_alarms(document.get("judgement")),
         *_budget_alarms(document),
         *_latency_alarms(document),
         *_memory_alarms(document.get("memory", {})),
@@ -39,17 +35,9 @@ def _size_alarms(size: Json) -> Iterable[str]:
         yield f"NOT SMALLER than its source: {megabytes(artifact)} MB against {megabytes(source)}"
 
 
-def _accuracy_alarms(accuracy: Json | None) -> Iterable[str]:
-    if accuracy is None or not accuracy["is_meaningful"]:
-        return
-    perplexity, kl_divergence = accuracy["perplexity"], accuracy["kl_divergence"]
-    if perplexity["increase"] > MAX_INCREASE:
-        yield (
-            f"LESS ACCURATE: perplexity {perplexity['quantized']:,.2f} against "
-            f"{perplexity['reference']:,.2f} ({perplexity['increase']:+.1%}; limit {MAX_INCREASE:+.0%})"
-        )
-    if kl_divergence > MAX_KL_DIVERGENCE:
-        yield f"LESS ACCURATE: KL divergence {kl_divergence:.3g} nats (limit {MAX_KL_DIVERGENCE:g})"
+def verdict_alarms(judgement: Json | None) -> Iterable[str]:
+    if judgement is not None:
+        yield from (f"{judgement['verdict'].upper()}: {reason}" for reason in judgement["reasons"])
 
 
 def _budget_alarms(document: Json) -> Iterable[str]:

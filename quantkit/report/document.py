@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from quantkit.evaluation.accuracy import TextPerplexity
-from quantkit.evaluation.measurements import Accuracy, Environment, Latency, Memory, Similarity, Timing
+from quantkit.evaluation.measurements import (
+    Accuracy,
+    Environment,
+    FloatError,
+    Latency,
+    Memory,
+    Similarity,
+    Timing,
+)
+from quantkit.evaluation.verdict import Judgement, is_broken
 from quantkit.model.model_map import to_json
 from quantkit.plan.min_dim import ShapeTime
 from quantkit.plan.plan import Count, FormulaCheck, Plan
@@ -69,6 +78,8 @@ class Report:
     environment: Environment
     accuracy: Accuracy | None = None
     similarity: Similarity | None = None  # in place of accuracy, for an encoder
+    float_error: FloatError | None = None
+    judgement: Judgement | None = None  # None: accuracy was not measured, and the float graph is right
     latency: tuple[Latency, ...] = ()
     memory: Memory | None = None
     placement: tuple[Placement, ...] = ()
@@ -85,9 +96,9 @@ class Report:
     shape_times: tuple[ShapeTime, ...] = ()  # of `min_dim: auto`
 
     @property
-    def holds_budget(self) -> bool:
-        """Whether the artifact keeps the budget of its search; True without a search."""
-        return self.search is None or self.search.holds
+    def is_sound(self) -> bool:
+        """Whether the artifact is not broken, and keeps the budget of its search if there was one."""
+        return (self.search is None or self.search.holds) and not is_broken(self.judgement)
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -108,6 +119,7 @@ def evaluation_json(
     result: Accuracy | Similarity | TextPerplexity,
     *,
     is_meaningful: bool,
+    judgement: Judgement | None,
     reference: str | None,
     environment: Environment,
     notes: Sequence[str],
@@ -115,7 +127,14 @@ def evaluation_json(
     """JSON of `quantkit eval`; without a reference, accuracy holds the perplexity alone."""
     key = "similarity" if isinstance(result, Similarity) else "accuracy"
     accuracy = {**_part(result), "is_meaningful": is_meaningful}
-    return rerun_json(artifact, reference=reference, environment=environment, notes=notes, **{key: accuracy})
+    return rerun_json(
+        artifact,
+        reference=reference,
+        environment=environment,
+        notes=notes,
+        judgement=judgement,
+        **{key: accuracy},
+    )
 
 
 def parts_json(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from quantkit.report.alarms import MEMORY_PEAKS
+from quantkit.evaluation.verdict import FLOAT_ERROR
+from quantkit.report.alarms import MEMORY_PEAKS, verdict_alarms
 from quantkit.report.figures import figures, megabytes, with_error
 from quantkit.report.tables import Json, Page, Table
 
@@ -23,8 +24,9 @@ def rerun_page(document: Mapping[str, Any]) -> Page:
     return Page(
         head=(f"{artifact_line(document)}{reference}",),
         tables=measured_tables(document),
-        foot=tuple(protocol_lines(document)),
+        foot=(*protocol_lines(document), verdict_line(document)),
         warnings=tuple(document["notes"]),
+        alarms=tuple(verdict_alarms(document.get("judgement"))),
     )
 
 
@@ -72,6 +74,12 @@ def protocol_lines(document: Json) -> Iterable[str]:
             f"accuracy: outputs on {similarity['num_windows']} windows of {similarity['window']} tokens of "
             f"{similarity['text']}, compared with the reference's{_doubt(similarity)}"
         )
+    if "float_error" in document:
+        error = document["float_error"]
+        yield (
+            f"float graph: differs from transformers by {error['largest_error']:.2g} of the largest output "
+            f"({error['num_tokens']} tokens, limit {FLOAT_ERROR.broken:g})"
+        )
     for entry in document.get("latency", []):
         yield from _latency_lines(entry)
     for placement in document.get("placement", []):
@@ -87,6 +95,13 @@ def protocol_lines(document: Json) -> Iterable[str]:
         planned = f"; planned {megabytes(size['planned_bytes'])} MB" if "planned_bytes" in size else ""
         yield f"size: graph and weights on disk{planned}; 1 MB is 1e6 bytes"
     yield machine_line(document["environment"])
+
+
+def verdict_line(document: Json) -> str:
+    """The verdict, or why there is none."""
+    if "judgement" in document:
+        return f"verdict: {document['judgement']['verdict']}"
+    return "verdict: none; the quantized model was not compared with the original"
 
 
 def machine_line(environment: Json) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from quantkit.report.alarms import verdict_alarms
 from quantkit.report.figures import BAR_CELLS, bar, figures, megabytes, percent
-from quantkit.report.measurements import artifact_line, machine_line
+from quantkit.report.measurements import artifact_line, machine_line, verdict_line
 from quantkit.report.tables import Json, Page, Table
 
 SHOWN_LAYERS = 3  # of each operator that ran on the CPU instead; the rest are counted
@@ -43,12 +44,15 @@ def providers_page(document: Json) -> Page:
     return Page(
         head=(artifact_line(document),),
         tables=tuple(table for table in tables if table.rows),
-        foot=(*_lines(document), machine_line(document["environment"])),
+        foot=(*_lines(document), machine_line(document["environment"]), verdict_line(document)),
         warnings=(
             *document["notes"],
             *(f"{run['provider']}: {note}" for run in runs for note in run["notes"]),
         ),
-        alarms=tuple(_alarms(runs)) if document["strict"] else (),
+        alarms=(
+            *verdict_alarms(document.get("judgement")),
+            *(_strict_alarms(runs) if document["strict"] else _failures(runs)),
+        ),
     )
 
 
@@ -151,7 +155,15 @@ def _unplaced_rows(run: Json) -> Iterable[tuple[str, ...]]:
         yield run["provider"], operator, f"{len(layers)}", ", ".join(distinct[:SHOWN_LAYERS]) + more, reason
 
 
-def _alarms(runs: Sequence[Json]) -> Iterable[str]:
+def _failures(runs: Sequence[Json]) -> Iterable[str]:
+    return (
+        f"{run['provider']} did not run the model: {run['why_not']}"
+        for run in runs
+        if run["outcome"] == "failed"
+    )
+
+
+def _strict_alarms(runs: Sequence[Json]) -> Iterable[str]:
     """Runs that `--strict` rejects."""
     for run in runs:
         if "placement" not in run:

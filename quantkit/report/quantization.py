@@ -11,7 +11,7 @@ from quantkit.report.alarms import alarms_of
 from quantkit.report.figures import figures
 from quantkit.report.inspection import plan_lines
 from quantkit.report.losses import loss_lines, loss_tables
-from quantkit.report.measurements import measured_tables, protocol_lines
+from quantkit.report.measurements import measured_tables, protocol_lines, verdict_line
 from quantkit.report.tables import Json, Page
 
 MAX_KEPT_LINES = 6
@@ -22,7 +22,7 @@ def quantization_page(document: Json) -> Page:
     return Page(
         head=tuple(_head(document)),
         tables=(*measured_tables(document), *loss_tables(document)),
-        foot=(*protocol_lines(document), *_run_lines(document)),
+        foot=(*protocol_lines(document), *_run_lines(document), verdict_line(document)),
         alarms=alarms_of(document),
     )
 

@@ -14,6 +14,7 @@ from quantkit.files import read_json, reading
 from quantkit.report.document import Report
 from quantkit.report.tables import Json
 
+REPORT_FILE = "report.json"
 AGAIN = "quantize again to write a new report"
 
 
@@ -22,7 +23,7 @@ REQUIRED = ("model", "scheme", "target", "projections", "matrices", "parameters"
 
 def read_document(folder: Path) -> dict[str, Any]:
     """The content of an artifact's report.json."""
-    path = folder / "report.json"
+    path = folder / REPORT_FILE
     document = read_json(path, allowed="a folder that 'quantkit quantize' wrote", next_step=AGAIN)
     missing = [key for key in REQUIRED if key not in document]
     if missing:
@@ -40,7 +41,7 @@ def read_report(folder: Path) -> Report:
 
 def showing(folder: Path) -> AbstractContextManager[None]:
     """A fault within is one of the folder's report.json, whose parts are not those of a report."""
-    return reading(folder / "report.json", "not a report", next_step=AGAIN)
+    return reading(folder / REPORT_FILE, "not a report", next_step=AGAIN)
 
 
 def record_of(kind: Any, value: Any) -> Any:

@@ -28,7 +28,8 @@ from quantkit.runtime.graph import (
     metadata_of,
     open_graph,
 )
-from quantkit.runtime.static_decoder import open_static_decoder
+from quantkit.runtime.providers.status import require_usable
+from quantkit.runtime.static_decoder import open_static_decoder, stdout_to_stderr
 from quantkit.runtime.traced import open_encoder_decoder, traced_decoder
 
 
@@ -87,6 +88,9 @@ def open_session(
     Only static graphs run on other providers than the CPU. A static prompt graph gives the logits of one
     position; `with_all_logits` rewrites it where `Session.logits` is needed.
     """
+    if provider not in (None, "cpu"):
+        with stdout_to_stderr():
+            require_usable(provider)
     if holds_static(folder):
         return open_static_decoder(
             folder, threads=threads, provider=provider or "cpu", with_all_logits=with_all_logits

@@ -36,7 +36,6 @@ from quantkit.runtime.graph import (
 )
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.providers import compiled
-from quantkit.runtime.providers.status import provider_status
 from quantkit.runtime.providers.table import PROVIDERS, open_on
 
 # The CPU has no products of 16-bit codes: it dequantizes weights in every run, or with this setting once.
@@ -195,16 +194,7 @@ def open_static_decoder(
     threads: int | None = None,
     with_all_logits: Callable[[Path], bytes] | None = None,
 ) -> StaticDecoder:
-    if provider not in PROVIDERS:
-        raise InputError(f"no provider '{provider}'", where="--provider", allowed=", ".join(PROVIDERS))
     with stdout_to_stderr():
-        status = provider_status(provider)
-        if not status.usable:
-            raise InputError(
-                f"provider '{provider}': {status.why_not}",
-                where="--provider",
-                next_step="'quantkit doctor' lists what this machine has",
-            )
         prompt, decode = (
             open_static_session(folder / name, provider=provider, threads=threads)
             for name in (PROMPT_FILE, DECODE_FILE)

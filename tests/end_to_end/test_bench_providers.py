@@ -73,13 +73,21 @@ def test_a_provider_that_is_not_installed_is_a_row_with_its_cure(artifact):
     assert (missing["outcome"], missing["why_not"]) == ("failed", "not installed")
     assert missing["cure"] == "pip install onnxruntime-ep-nv-tensorrt-rtx"
     assert cpu["outcome"] == "ran"
-    assert rows(str(artifact), "--provider", "nv-tensorrt-rtx")[0]["outcome"] == "failed"  # and exit code 0
+    (alone,) = rows(str(artifact), "--provider", "nv-tensorrt-rtx", exit_code=1)
+    assert alone["outcome"] == "failed"
+
+
+def test_generate_on_a_provider_that_is_not_installed_exits_with_1(artifact):
+    ran = quantkit("generate", str(artifact), "The king", "--provider", "cuda")
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("quantkit: --provider: provider 'cuda': not ")
+    assert "onnxruntime-gpu" in ran.stderr
 
 
 @posix
 def test_a_library_that_crashes_ends_its_own_process_alone(artifact, tmp_path, monkeypatch):
     install_webgpu(tmp_path, monkeypatch, DIES)
-    crashed, cpu = rows(str(artifact), "--provider", "webgpu,cpu")
+    crashed, cpu = rows(str(artifact), "--provider", "webgpu,cpu", exit_code=1)
     assert crashed["outcome"] == "failed" and cpu["outcome"] == "ran"
     assert crashed["why_not"] == "its process died of SIGSEGV while looking for the provider"
     assert "pip install --upgrade onnxruntime-ep-webgpu" in crashed["cure"]
@@ -89,7 +97,7 @@ def test_a_library_that_crashes_ends_its_own_process_alone(artifact, tmp_path, m
 def test_a_library_that_hangs_is_stopped(artifact, tmp_path, monkeypatch):
     install_webgpu(tmp_path, monkeypatch, "import time; time.sleep(600)")
     began = time.monotonic()
-    (hung,) = rows(str(artifact), "--provider", "webgpu", "--time-limit", "3")
+    (hung,) = rows(str(artifact), "--provider", "webgpu", "--time-limit", "3", exit_code=1)
     assert time.monotonic() - began < 60
     assert hung["outcome"] == "failed"
     assert hung["why_not"] == "no answer within 3 s while looking for the provider"
@@ -98,7 +106,7 @@ def test_a_library_that_hangs_is_stopped(artifact, tmp_path, monkeypatch):
 
 def test_a_library_that_does_not_load_says_so(artifact, tmp_path, monkeypatch):
     install_webgpu(tmp_path, monkeypatch, "pass")
-    (broken,) = rows(str(artifact), "--provider", "webgpu")
+    (broken,) = rows(str(artifact), "--provider", "webgpu", exit_code=1)
     assert broken["outcome"] == "failed" and "none.so" in broken["why_not"]
     assert "pip uninstall -y onnxruntime-ep-webgpu" in broken["cure"]
 

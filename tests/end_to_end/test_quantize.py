@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from unittest import mock
@@ -28,6 +28,7 @@ from test_cli import quantkit as quantkit_alone
 from quantkit import cli
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
+from quantkit.pipeline.stages import export as export_stage
 from quantkit.runtime.decoder import open_decoder
 
 NEVER = ("--no-eval", "--min-dim", "1")
@@ -60,7 +61,7 @@ def refused(*arguments: str) -> str:
     ran = quantkit(*arguments)
     assert ran.returncode == 2, ran
     assert ran.stdout == ""
-    (line,) = ran.stderr.strip().splitlines()
+    (line,) = (line for line in ran.stderr.strip().splitlines() if not line.startswith("note: "))
     assert line.startswith("quantkit: ")
     return line
 
@@ -172,7 +173,7 @@ def test_weights_beside_the_graph(tiny, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["int8_block16", "int8_block64", "int8_channel"])
 def test_sizes_that_are_no_multiple_of_a_block(scheme, tmp_path):
-    model = build_tiny("GPT2LMHeadModel", {**FAMILIES["gpt2"].tiny, "n_embd": 36, "n_inner": 50})
+    model = build_tiny("GPT2LMHeadModel", {**FAMILIES["gpt2"].tiny, "n_embd": 40, "n_head": 5, "n_inner": 50})
     model.save_pretrained(tmp_path / "odd")
     out = str(tmp_path / "out")
     result = quantkit("quantize", str(tmp_path / "odd"), "--scheme", scheme, *NEVER, "-o", out)
@@ -349,3 +350,38 @@ def test_random_weights_count_a_shared_table_once(tmp_path):
     size = json.loads(ran.stdout)["size"]
     assert size["source_bytes"] == 4 * 124_439_808
     assert size["ratio"] <= 0.262
+
+
+def test_a_float_graph_unlike_transformers_exits_with_1_and_keeps_the_artifact(tmp_path, monkeypatch):
+    row, out = FAMILIES["llama"], tmp_path / "out"
+    build_tiny(row.tiny_class, row.tiny).save_pretrained(tmp_path / "model")
+
+    def export_with_wrong_norms(job, folder, **options):
+        norms = tuple(replace(norm, epsilon=norm.epsilon + 0.1) for norm in job.model_map.norms)
+        return right(replace(job, model_map=replace(job.model_map, norms=norms)), folder, **options)
+
+    right = export_stage.export_dynamic
+    monkeypatch.setattr(export_stage, "export_dynamic", export_with_wrong_norms)
+    ran = quantkit("quantize", str(tmp_path / "model"), *NEVER, "--transform", "none", "-o", str(out))
+    assert ran.returncode == 1
+    assert "BROKEN: difference of the float32 graph from transformers" in ran.stdout
+    assert "verdict: broken" in ran.stdout
+    assert "verdict: broken" in (out / "report.md").read_text()
+    assert json.loads((out / "report.json").read_text())["judgement"]["verdict"] == "broken"
+
+
+def test_a_missing_tokenizer_is_said_at_once_and_in_the_report(tmp_path):
+    row, out = FAMILIES["llama"], tmp_path / "out"
+    build_tiny(row.tiny_class, row.tiny).save_pretrained(tmp_path / "model")
+    ran = quantkit("quantize", str(tmp_path / "model"), *NEVER, "--transform", "none", "-o", str(out))
+    assert ran.returncode == 0
+    assert ran.stderr.startswith("note: the checkpoint has no tokenizer")
+    assert "the checkpoint has no tokenizer" in (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["50", "1", "100%", "250%", "0", "-1%", "nan", "half"])
+def test_a_perplexity_budget_that_may_mean_percent_is_refused(text):
+    line = refused("quantize", "demo", "--max-ppl-increase", text)
+    assert "--max-ppl-increase" in line and "such as 0.5%, or a share below 1" in line
+    if text == "50":
+        assert "next: 50% if you mean percent" in line

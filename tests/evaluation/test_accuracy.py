@@ -68,6 +68,18 @@ def standard_error(values):
     return math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
 
 
+def window_error(values, num_tokens, window, stride):
+    """Standard error of a ratio of sums over windows, as survey statistics define it for clusters."""
+    counts = [span.num_targets for span in windows(num_tokens, window=window, stride=stride)]
+    if len(counts) == 1:
+        return standard_error(values)
+    mean, squares, start = sum(values) / len(values), 0.0, 0
+    for count in counts:
+        squares += (sum(values[start : start + count]) - count * mean) ** 2
+        start += count
+    return math.sqrt(squares * len(counts) / (len(counts) - 1)) / len(values)
+
+
 @given(st.integers(3, 200), st.integers(2, 40), st.data())
 def test_every_token_but_the_first_is_counted_once(num_tokens, window, data):
     stride = data.draw(st.integers(1, window - 1))
@@ -101,9 +113,10 @@ def test_figures_equal_plain_sums(num_tokens, window, stride):
     nll, quantized_nll, kl, is_same = naive(reference, quantized, ids, window, stride)
     expected = {
         "kl_divergence": kl.mean(),
-        "kl_standard_error": standard_error(kl),
+        "kl_standard_error": window_error(kl, num_tokens, window, stride),
         "kl_99th_percentile": np.sort(kl)[-1] * (f := (len(kl) - 1) * 0.99 % 1) + np.sort(kl)[-2] * (1 - f),
         "top1_agreement": is_same.mean(),
+        "top1_standard_error": window_error(is_same, num_tokens, window, stride),
         "increase": math.exp(quantized_nll.mean() - nll.mean()) - 1,
         "increase_standard_error": math.exp(quantized_nll.mean() - nll.mean())
         * standard_error(quantized_nll - nll),

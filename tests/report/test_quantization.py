@@ -16,8 +16,10 @@ from quantkit.evaluation.measurements import (
     Memory,
     PeakMemory,
     Perplexity,
+    Similarity,
     Timing,
 )
+from quantkit.evaluation.verdict import judge
 from quantkit.model.model_map import Role
 from quantkit.plan.plan import Count, FormulaCheck, LayerPlan, Plan
 from quantkit.report.document import Kept, Report, Size, kept_projections, report_json
@@ -65,6 +67,15 @@ ACCURACY = Accuracy(
     num_tokens=16_383,
     window=256,
     stride=128,
+    text="evaluation.txt",
+)
+SIMILARITY = Similarity(
+    mean_cosine=0.99,
+    lowest_cosine=0.98,
+    relative_rms_error=0.06,
+    max_relative_error=0.1,
+    num_windows=1,
+    window=128,
     text="evaluation.txt",
 )
 LATENCY = Latency(
@@ -238,10 +249,13 @@ SMALL = PeakMemory(load_peak_bytes=1_000_000, run_peak_bytes=2_000_000)
             "NOT SMALLER than its source",
         ),
         (
-            {"accuracy": replace(ACCURACY, increase=0.0501)},
-            "LESS ACCURATE: perplexity 25.57 against 25.32 (+5.0%; limit +5%)",
+            {"judgement": judge(replace(ACCURACY, kl_divergence=0.178))},
+            "DEGRADED: KL divergence in nats 0.178 ± 0.0001, limit 0.05",
         ),
-        ({"accuracy": replace(ACCURACY, kl_divergence=0.178)}, "LESS ACCURATE: KL divergence 0.178"),
+        (
+            {"judgement": judge(replace(SIMILARITY, relative_rms_error=0.83))},
+            "BROKEN: relative RMS error of outputs 83.0%, limit 50.0%",
+        ),
         ({"memory": replace(FULL.memory, reference=replace(SMALL))}, "MORE MEMORY than the reference"),
     ],
 )
@@ -276,7 +290,8 @@ def test_random_weights_make_accuracy_meaningless_and_no_alarm_of_it():
     report = replace(
         FULL,
         has_random_weights=True,
-        accuracy=replace(ACCURACY, is_meaningful=False, increase=0.9, kl_divergence=2.0),
+        accuracy=(meaningless := replace(ACCURACY, is_meaningful=False, increase=0.9, kl_divergence=2.0)),
+        judgement=judge(meaningless),
     )
     page = page_of(report)
     assert page.alarms == ()

@@ -13,6 +13,7 @@ import psutil
 
 import quantkit
 from quantkit.evaluation.measure import Measured, attempt, environment
+from quantkit.evaluation.verdict import judge
 from quantkit.model.model_map import to_json
 from quantkit.pipeline.stages.float_reference import Twin, measures_anything
 from quantkit.pipeline.stages.write import Written, layer_losses
@@ -63,6 +64,8 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         environment=environment(),
         accuracy=measured.accuracy,
         similarity=measured.similarity,
+        float_error=measured.float_error,
+        judgement=judge(measured.float_error, measured.accuracy, measured.similarity),
         latency=(measured.latency,) if measured.latency else (),
         memory=measured.memory,
         placement=(placement,) if placement else (),

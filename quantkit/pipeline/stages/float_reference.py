@@ -1,8 +1,12 @@
-"""The float reference of an artifact: the original as the same graph in float32."""
+"""The float reference of an artifact: the original as the same graph in float32.
+
+Latency and memory are compared with it, and it is compared with transformers in every run.
+"""
 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,14 +17,20 @@ import psutil
 
 from quantkit.errors import InputError
 from quantkit.evaluation.artifact import open_artifact, run_once
+from quantkit.evaluation.float_error import LONG, check_prompts, float_error
 from quantkit.evaluation.measure import Measured, attempt, measure
-from quantkit.evaluation.reference import transformers_reference
+from quantkit.evaluation.measurements import FloatError
+from quantkit.evaluation.reference import Reference, transformers_reference
+from quantkit.model.reference import answer_logits_of, logits_of
+from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.stages.export import float_bytes
-from quantkit.pipeline.stages.write import Written, write_float
+from quantkit.pipeline.stages.resolve import Resolved
+from quantkit.pipeline.stages.write import Written, write_float, write_float_static
 from quantkit.plan.targets import TARGETS
 from quantkit.recipe import Measure
 
 CONFIG_FILES = ("config.json", "generation_config.json")  # they name a decoder's first token
+UNMEASURED_BYTES = 4 << 30  # of a float reference that is only compared with transformers
 SAFE_SHARE = 0.6  # of the free memory that a float reference may take
 
 
@@ -32,7 +42,7 @@ def measures_anything(wanted: Measure) -> bool:
 class Twin:
     """The float reference of an artifact; without a folder, the note says why there is none."""
 
-    is_measured: bool = True  # False: nothing is to be measured, or no session runs the artifact
+    is_measured: bool = True  # False: no session runs the artifact
     folder: Path | None = None
     num_bytes: int | None = None
     note: str = ""
@@ -57,16 +67,22 @@ def float_twin(written: Written, folder: Path) -> Iterator[Twin]:
     """The original as the same graph in float32, where it is needed and memory and disk allow."""
     resolved = written.prepared.resolved
     reason = why_not_run(written, folder)
-    if reason or not measures_anything(written.recipe.measure):
-        note = reason and f"the model is exported and checked, but was not run here: {reason}"
+    if reason:
+        note = f"the model is exported and checked, but was not run here: {reason}"
         yield Twin(is_measured=False, note=note)
         return
     size = float_bytes(resolved.model_map)
+    if size > UNMEASURED_BYTES and not measures_anything(written.recipe.measure):
+        yield Twin(
+            note=f"no float graph was compared with transformers: its {size / 1e9:.1f} GB take minutes"
+        )
+        return
     fits_memory = size < psutil.virtual_memory().available * SAFE_SHARE
     if not (fits_memory and 2 * size < shutil.disk_usage(folder).free):
         scarce = "memory" if not fits_memory else "disk space"
         yield Twin(
-            note=f"no float reference was timed: its {size / 1e9:.1f} GB do not fit into the free {scarce}"
+            note="no float graph was timed or compared with transformers: "
+            f"its {size / 1e9:.1f} GB do not fit into the free {scarce}"
         )
         return
     twin = folder / ".reference"
@@ -103,6 +119,10 @@ def measure_written(written: Written, folder: Path, twin: Twin) -> Measured:
     notes = (twin.note,) if twin.note else ()
     if not twin.is_measured:
         return Measured(notes=notes)
+    error, reason = _float_error(written, twin)
+    notes = (*notes, reason) if reason else notes
+    if not measures_anything(written.recipe.measure):
+        return Measured(float_error=error, notes=notes)
     measured = measure(
         open_artifact(folder, written.recipe),
         original=None if written.recipe.random_weights else transformers_reference(resolved.source),
@@ -110,4 +130,44 @@ def measure_written(written: Written, folder: Path, twin: Twin) -> Measured:
         accuracy=written.accuracy,
         progress=resolved.progress,
     )
-    return replace(measured, notes=(*notes, *measured.notes))
+    return replace(measured, float_error=error, notes=(*notes, *measured.notes))
+
+
+def _float_error(written: Written, twin: Twin) -> tuple[FloatError | None, str]:
+    """(error of the float graph beside transformers, reason why there is none)."""
+    resolved = written.prepared.resolved
+    config, model_map, static = resolved.source.config, resolved.model_map, written.recipe.static
+    vocab_size = model_map.vocab_size
+    if twin.folder is None or vocab_size is None:
+        return None, ""
+    prompts = check_prompts(
+        config,
+        vocab_size=vocab_size,
+        num_parameters=model_map.num_parameters,
+        most_tokens=static.prompt or model_map.context or LONG,
+    )
+    with resolved.progress.stage("float check"), float_graphs(written, twin.folder) as folder:
+        try:
+            error = float_error(folder, _original(resolved), prompts, pad_id=config.get("pad_token_id") or 0)
+        except Exception as reason:  # a graph of other inputs, or a class that transformers does not load
+            return None, f"the float graph was not compared with transformers: {str(reason)[:300]}"
+        return error, f"the float graph does not run: {error.failure}" if error.failure else ""
+
+
+@contextmanager
+def float_graphs(written: Written, twin: Path) -> Iterator[Path]:
+    """Float graphs of the emitter that wrote the artifact: the twin, or graphs of the same fixed shapes."""
+    if not TARGETS[written.recipe.target].is_static:
+        yield twin
+        return
+    with tempfile.TemporaryDirectory(dir=twin) as folder:
+        write_float_static(written, Path(folder))
+        yield Path(folder)
+
+
+def _original(resolved: Resolved) -> Reference:
+    """The original in transformers; random weights are put into its module."""
+    if not resolved.recipe.random_weights:
+        return transformers_reference(resolved.source)
+    module = partial(torch_model, resolved.source, resolved.model_map, resolved.weights)
+    return Reference(logits=lambda: logits_of(module()), answer_logits=lambda: answer_logits_of(module()))

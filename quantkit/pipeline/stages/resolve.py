@@ -14,6 +14,7 @@ from typing import Any
 from quantkit.errors import InputError
 from quantkit.evaluation.text import read_text
 from quantkit.model.architectures.latents import keep_latents
+from quantkit.model.companions import has_tokenizer
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, open_source
 from quantkit.model.model_map import ModelMap
@@ -32,6 +33,10 @@ from quantkit.quantization.layout import contents_of
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.smoothquant import smoothable
 from quantkit.recipe import Recipe, override
+
+NO_TOKENIZER = (
+    "the checkpoint has no tokenizer: the artifact reads token ids alone, and accuracy is not measured"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +91,9 @@ def resolve(
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
     formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
     require_tensors(contents_of(model_map, plan, formats), weights, name)
+    if source.folder and not has_tokenizer(source):
+        notes = (*notes, NO_TOKENIZER)
+        progress.say(f"note: {NO_TOKENIZER}")
     if recipe.measure.accuracy:
         read_text(recipe.measure)  # a text that cannot be read is refused before the work
     return Resolved(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from quantkit.errors import InputError
 from quantkit.evaluation.measurements import Accuracy
 from quantkit.export.fused.int8_cache import CACHE_FORMATS, CachePeaks, rewrite, widen
@@ -14,6 +16,7 @@ from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.pipeline.stages.calibration_text import calibration_windows
 from quantkit.pipeline.stages.export import (
+    NOTHING,
     Exported,
     ExportJob,
     export_dynamic,
@@ -34,6 +37,7 @@ from quantkit.quantization.search import SearchResult
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.decoder import cached_values, open_decoder
 
+FLOAT_TARGET, FLOAT_SCHEME = "openvino", "int8_channel"  # fixed shapes, floats between operators
 CACHE_WINDOWS = 8  # of calibration text; cache ranges settle soon, as every position counts
 Layers = Mapping[str, str]  # pattern -> a scheme of its own, or "float"
 
@@ -109,6 +113,21 @@ def write_float(
         single_file_bytes=resolved.recipe.single_file_mb << 20,
     )
     return export_float(job, folder, count=count)
+
+
+def write_float_static(written: Written, folder: Path) -> Exported:
+    """The original model as float graphs of the artifact's fixed shapes."""
+    resolved = written.prepared.resolved
+    job = ExportJob(
+        model_map=resolved.model_map,
+        plan=choose(resolved.model_map, min_dim=NOTHING),
+        weights=resolved.weights,
+        scheme=FLOAT_SCHEME,
+        target=FLOAT_TARGET,
+        static=written.recipe.static,
+        windows_NT=np.empty((0, 0), np.int64),  # floats need no ranges
+    )
+    return export_static(job, folder)
 
 
 def write_float_model(model: str, folder: Path, *, random_weights: bool = False) -> None:

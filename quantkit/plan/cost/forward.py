@@ -8,6 +8,7 @@ places get rows at the end, so the sums cover the whole map.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from quantkit.plan.cost.rows import (
     Pass,
     Row,
     Scope,
+    experts_row,
     formula_text,
     last_name,
     make_row,
@@ -44,6 +46,7 @@ from quantkit.plan.cost.rows import (
 )
 
 Module = TypeVar("Module", Layer, Norm)
+EXPERT = re.compile(r"\.experts\.\d+\.")
 POSITION_BIASES = (PositionKind.ALIBI, PositionKind.RELATIVE)
 
 
@@ -93,7 +96,75 @@ def _unplaced(modules: Sequence[Module], rows: Sequence[Row]) -> list[Module]:
 
 
 def _other_rows(scope: Scope, layers: Sequence[Layer]) -> list[Row]:
-    return [matmul(scope, "other", last_name(layer.name), [layer]) for layer in layers]
+    """A row for each projection, and one for the same projection of all experts."""
+    groups: dict[str, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        groups[EXPERT.sub(".experts.*.", layer.name)].append(layer)
+    rows = []
+    for name, group in groups.items():
+        first, is_expert = group[0], name != group[0].name and len(group) == scope.run.model.num_experts
+        if not is_expert:
+            rows += [matmul(scope, "other", last_name(layer.name), [layer]) for layer in group]
+            continue
+        rows.append(
+            experts_row(
+                scope,
+                last_name(name),
+                tuple(layer.name for layer in group),
+                in_features=first.in_features,
+                out_features=first.out_features,
+                biases=first.out_features if first.has_bias else 0,
+            )
+        )
+    return rows
+
+
+def _unmapped_rows(scope: Scope) -> list[Row]:
+    """Experts and routers that are plain parameters, then one row of all other parameters."""
+    model = scope.run.model
+    hidden, stored = model.hidden_size or 0, model.num_experts
+    rows, others = [], []
+    for parameter in model.unmapped:
+        shape, name = parameter.shape, last_name(parameter.name)
+        if len(shape) == 3 and shape[0] == stored and hidden in shape[1:]:
+            wide = math.prod(shape[1:]) // hidden
+            sizes = (wide, hidden) if "down" in name else (hidden, wide)
+            rows.append(
+                experts_row(scope, name, (parameter.name,), in_features=sizes[0], out_features=sizes[1])
+            )
+        elif shape == (stored, hidden) and ".experts." not in parameter.name:
+            macs = scope.run.batch * scope.tokens * math.prod(shape)
+            numbers = (scope.run.batch, scope.tokens, *shape)
+            router = partial(make_row, scope, "ffn", "router", "matmul", scope.shape(shape[0]))
+            rows.append(
+                router(
+                    formula=formula_text("B*L*experts*d", *numbers),
+                    input_shape=scope.shape(hidden),
+                    modules=(parameter.name,),
+                    macs=macs,
+                    parameters=math.prod(shape),
+                )
+            )
+        else:
+            others.append(parameter)
+    count = sum(math.prod(parameter.shape) for parameter in others)
+    if count:
+        biases = sum(math.prod(each.shape) for each in others if ".experts." in each.name)
+        share = (model.num_active_experts or stored or 1) / (stored or 1)
+        rows.append(
+            make_row(
+                scope,
+                "other",
+                "other parameters",
+                "other",
+                (),
+                formula=f"{count} parameters",
+                modules=tuple(parameter.name for parameter in others),
+                parameters=count,
+                active_parameters=count - biases + round(biases * share),
+            )
+        )
+    return rows
 
 
 def _num_keys(attention: Attention, scope: Scope) -> tuple[int, int]:
@@ -302,12 +373,7 @@ def _head_rows(scope: Scope, layers: Sequence[Layer], norms: Sequence[Norm]) -> 
     rows += [matmul(scope, "head", "lm_head", [layer], "B*L*d*V") for layer in heads]
     if model.final_softcap and heads:
         rows.append(make_row(scope, "head", "logit softcap", "softcap", rows[-1].output_shape))
-    count = sum(math.prod(parameter.shape) for parameter in model.unmapped)
-    if count:
-        names, formula = tuple(parameter.name for parameter in model.unmapped), f"{count} parameters"
-        unmapped = partial(make_row, scope, "other", "other parameters", "other", ())
-        rows.append(unmapped(formula=formula, modules=names, parameters=count))
-    return rows
+    return rows + _unmapped_rows(scope)
 
 
 def _layers_of(sublayer: Attention | FeedForward, layers: Sequence[Layer]) -> list[Layer]:
@@ -342,7 +408,7 @@ def _widens(model: ModelMap, layer: Layer) -> bool:
 def _is_read_by(model: ModelMap, table: Embedding, stack: str | None) -> bool:
     """Whether a stack reads this table; a tied table is read through the table that stores it."""
     table_stack = _stack_of(table.name)
-    if not model.is_encoder_decoder:
+    if stack is None or not model.is_encoder_decoder:
         return table.tied_to is None
     if table.tied_to and _stack_of(table.tied_to) in (None, table_stack):
         return False

@@ -66,6 +66,7 @@ class Row:
     output_shape: tuple[int, ...]
     formula: str
     parameters: int  # not counted by another row: 0 for a tied table
+    active_parameters: int  # of these, those that one token uses: a part of the experts
     bias_parameters: int  # part of `parameters`
     macs: int
     flops: int
@@ -152,6 +153,43 @@ def matmul(scope: Scope, group: str, name: str, layers: Sequence[Layer], symbols
     )
 
 
+def experts_row(
+    scope: Scope,
+    name: str,
+    modules: tuple[str, ...],
+    *,
+    in_features: int,
+    out_features: int,
+    biases: int = 0,
+) -> Row:
+    """One row for the same matrix of all experts, of which some run for each token."""
+    model, tokens = scope.run.model, scope.run.batch * scope.tokens
+    stored = model.num_experts or 1
+    active = model.num_active_experts or stored
+    weights, bits = in_features * out_features, scope.run.bits_of(*modules)
+    size = stored_bytes(stored * weights, bits) + stored_bytes(stored * biases, FULL_BITS)
+    formula = formula_text(
+        "B*L*active*in*out", scope.run.batch, scope.tokens, active, in_features, out_features
+    )
+    return make_row(
+        scope,
+        "ffn",
+        f"experts {name}",
+        "matmul",
+        scope.shape(active * out_features),
+        formula=f"{formula}, {active} of {stored} experts",
+        input_shape=scope.shape(in_features),
+        modules=modules,
+        macs=tokens * active * weights,
+        parameters=stored * (weights + biases),
+        active_parameters=active * (weights + biases),
+        biases=stored * biases,
+        weight_bytes=size,
+        weight_reads=size * min(stored, tokens * active) // stored,
+        weight_bits=bits,
+    )
+
+
 def norm_row(scope: Scope, norm: Norm, name: str = "", shape: tuple[int, ...] = ()) -> Row:
     return make_row(
         scope,
@@ -187,6 +225,7 @@ def make_row(
     modules: tuple[str, ...] = (),
     macs: int = 0,
     parameters: int = 0,
+    active_parameters: int | None = None,
     biases: int = 0,
     weight_bytes: int | None = None,
     weight_reads: int | None = None,
@@ -224,6 +263,7 @@ def make_row(
         output_shape=shape,
         formula=formula if stored_calls == 1 else f"{stored_calls} calls of {formula}",
         parameters=parameters,
+        active_parameters=parameters if active_parameters is None else active_parameters,
         bias_parameters=biases,
         macs=macs * runs,
         flops=flops * runs,

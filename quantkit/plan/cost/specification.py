@@ -27,6 +27,7 @@ class Totals:
     """Sums over all rows, and shares of each group."""
 
     parameters: int
+    active_parameters: int  # that one token uses
     parameters_by_group: dict[str, int]
     parameter_shares: dict[str, float]
     matrix_macs: int
@@ -119,6 +120,7 @@ def _totals(rows: Sequence[Row]) -> Totals:
     macs = {group: sum(row.macs for row in rows if row.group == group) for group in GROUPS}
     return Totals(
         parameters=sum(parameters.values()),
+        active_parameters=sum(row.active_parameters for row in rows),
         parameters_by_group=parameters,
         parameter_shares=_shares(parameters),
         matrix_macs=sum(macs.values()),
@@ -166,6 +168,15 @@ def _notes(
         (
             any(window < num_positions for window in windows),
             "a sliding window counts min(window, past + length) keys per query, an upper bound",
+        ),
+        (
+            model.num_experts and model.num_active_experts,
+            f"{model.num_active_experts} of {model.num_experts} experts run for each token: "
+            f"{totals.active_parameters:,} of {totals.parameters:,} parameters are active",
+        ),
+        (
+            model.num_experts and not model.num_active_experts,
+            "config.json does not say how many experts run for each token: all are counted, an upper bound",
         ),
         (not model.blocks, "the blocks are unknown: attention scores and caches are not counted"),
         (

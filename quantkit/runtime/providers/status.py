@@ -13,6 +13,7 @@ import dataclasses
 import io
 import sys
 
+from quantkit.errors import InputError, MissingProviderError
 from quantkit.runtime.providers.table import (
     PROVIDERS,
     RELU_MODEL,
@@ -53,6 +54,19 @@ def provider_status(name: str) -> ProviderStatus:
     except Exception as error:  # a damaged wheel can fail in any way
         why_not = reason.format(one_line(error))
         return ProviderStatus(name=name, usable=False, installed=False, why_not=why_not)
+
+
+def require_usable(name: str) -> None:
+    """Raise with what is missing where this machine does not run a provider."""
+    if name not in PROVIDERS:
+        raise InputError(f"no provider '{name}'", where="--provider", allowed=", ".join(PROVIDERS))
+    status = provider_status(name)
+    if not status.usable:
+        raise MissingProviderError(
+            f"provider '{name}': {status.why_not}",
+            where="--provider",
+            next_step="'quantkit doctor' lists what this machine has",
+        )
 
 
 def _status(provider: Provider, built_in: tuple[str, ...]) -> ProviderStatus:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from cost_maps import MAPS, albert_map, gemma_map, gpt2_map, linear, model_map, t5_map, unknown_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -377,3 +378,74 @@ def test_a_prompt_in_two_passes_costs_as_much_as_its_projections_in_one(length, 
     parts = first.totals.matrix_macs + second.totals.matrix_macs
     assert whole.totals.matrix_macs - parts == unseen
     assert whole.kv_cache_bytes == second.kv_cache_bytes
+
+
+# --- mixtures of experts, and models without a row in the families table ---
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+NARROW = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    **NARROW, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+EXPERTS = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {"num_experts": 4, **NARROW, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, **NARROW, "decoder_sparse_step": 2, "head_dim": 8},
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
+    "DeepseekV3ForCausalLM": {**LATENT, "q_lora_rank": 16},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_the_experts_that_run_and_all_that_are_stored(name):
+    """Torch counts the projections of the real module; scores of a family without a row are not counted."""
+    chosen = getattr(transformers, name)
+    config = chosen.config_class(**{**SMALL, **EXPERTS[name]})
+    config._experts_implementation = "eager"  # transformers 5: a grouped product is not counted by torch
+    model = chosen(config).eval()
+    mapped = map_module(model, name=name)
+    spec = specify(mapped, batch=2, length=7)
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(row.parameters for row in spec.rows) == spec.totals.parameters == stored
+    is_expert = {name: ".experts." in name for name, _ in model.named_parameters()}
+    in_experts = sum(tensor.numel() for name, tensor in model.named_parameters() if is_expert[name])
+    assert in_experts
+    assert spec.totals.active_parameters == stored - in_experts // 2
+    assert any(note.startswith("2 of 4 experts run for each token") for note in spec.notes)
+    if name == "DeepseekV2ForCausalLM" and transformers.__version__.startswith("5"):
+        return  # its attention in transformers 5.0 does not run
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.randint(3, 60, (2, 7)))
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(flops for operator, flops in counts.items() if str(operator) in ("aten.mm", "aten.addmm"))
+    assert 2 * spec.totals.matrix_macs == products
+
+
+def test_experts_without_a_number_of_active_ones_are_all_counted():
+    mapped = replace(map_of("MixtralForCausalLM"), num_active_experts=None)
+    spec = specify(mapped, batch=1, length=3)
+    assert spec.totals.active_parameters == spec.totals.parameters
+    assert any("all are counted, an upper bound" in note for note in spec.notes)
+
+
+def map_of(name: str) -> ModelMap:
+    chosen = getattr(transformers, name)
+    with torch.device("meta"):
+        return map_module(chosen(chosen.config_class(**{**SMALL, **EXPERTS[name]})), name=name)
+
+
+@pytest.mark.parametrize("name", ["Bart", "MBart", "Marian", "Pegasus", "Blenderbot", "M2M100"])
+def test_every_table_of_an_encoder_decoder_without_a_row_is_counted(name):
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
+    chosen = getattr(transformers, "MarianMTModel" if name == "Marian" else f"{name}ForConditionalGeneration")
+    mapped = map_module(chosen(chosen.config_class(**sizes, **heads, decoder_start_token_id=2)), name=name)
+    spec = specify(mapped, batch=1, length=3)
+    assert spec.totals.parameters == mapped.num_parameters
+    assert not any("are in no row" in note for note in spec.notes)
