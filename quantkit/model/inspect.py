@@ -54,7 +54,7 @@ from quantkit.model.names import (
 from quantkit.model.rope import read_ropes
 from quantkit.model.unknown.observe import observe, summary
 from quantkit.model.unknown.probes import norm_kind_of
-from quantkit.model.weights.headers import compare, read_headers
+from quantkit.model.weights.open import header_notes
 
 NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 
@@ -70,15 +70,9 @@ def inspect_source(source: Source) -> ModelMap:
     """Map a source, and check the headers of its weights where it has a folder."""
     module = build_on_meta(source)
     model_map = map_module(module, name=source.name)
-    family = family_of(model_map.model_type)
-    expected = {
-        checkpoint_name(path, family): tensor for path, tensor in module.state_dict(keep_vars=True).items()
-    }
-    stored = read_headers(source.folder) if source.folder else {}
-    header_notes = compare(stored, expected, prefix=find_prefix(module, family), where=source.name)
     return replace(
         model_map,
-        notes=(*source.notes, *header_notes, *model_map.notes),
+        notes=(*source.notes, *header_notes(source, module), *model_map.notes),
         used_remote_code=source.uses_remote_code,
     )
 

@@ -29,7 +29,7 @@ from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import ModelProto, load, save
 from quantkit.export.half import to_half
 from quantkit.export.traced.lower import lower
-from quantkit.export.traced.trace import trace
+from quantkit.export.traced.trace import require_traceable, trace
 from quantkit.export.traffic import Traffic, to_metadata, traffic_of
 from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, tokenizer_files
 from quantkit.model.linears import LINEARS
@@ -142,12 +142,7 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
     """Quantize and export with dynamic shapes."""
     assert not job.profile.is_static, "export_static writes these"
     kind = kind_of(job.model_map)
-    if job.profile.is_half and kind == "traced":
-        raise InputError(
-            f"{job.model_map.architecture} is traced, and only fused graphs are written in half precision",
-            where=f"--target {job.target}",
-            next_step="leave --target out",
-        )
+    require_exportable(job.model_map, kind, job.target, job.original)
     contents = contents_of(
         job.model_map,
         job.plan,
@@ -186,6 +181,25 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
         traffic=traffic_of(job.model_map, contents),
         losses=losses,
     )
+
+
+def require_exportable(model_map: ModelMap, kind: str, target: str, original: Path | None) -> None:
+    """Refuse a model that cannot be exported, by its map alone."""
+    if kind != "traced":
+        return
+    if TARGETS[target].is_half:
+        raise InputError(
+            f"{model_map.architecture} is traced, and only fused graphs are written in half precision",
+            where=f"--target {target}",
+            next_step="leave --target out",
+        )
+    if original is None:
+        raise InputError(
+            f"{model_map.architecture} must be traced, and that needs its weights in a folder",
+            where=model_map.name,
+            next_step="give a local folder with safetensors instead of --random-weights",
+        )
+    require_traceable(original, model_map.model_type, model_map.architecture)
 
 
 def export_float(job: ExportJob, folder: Path, *, count: Count = lambda _: None) -> Exported:
@@ -250,12 +264,7 @@ def _trace(
     job: ExportJob, contents: Contents, checkpoint: Checkpoint, metadata: Mapping[str, Any]
 ) -> tuple[dict[str, ModelProto], bool]:
     """(lowered graphs by file name, whether they read one checkpoint beside them)."""
-    if job.original is None:
-        raise InputError(
-            f"{job.model_map.architecture} must be traced, and that needs its weights in a folder",
-            where=job.model_map.name,
-            next_step="give a local folder with safetensors instead of --random-weights",
-        )
+    assert job.original is not None, "require_exportable refuses the rest"
     with tempfile.TemporaryDirectory(prefix="quantkit-", dir=checkpoint.path.parent) as traced:
         paths = trace(
             job.original,
