@@ -54,7 +54,7 @@ def make_fast_tokenizer(source: Source, folder: Path) -> bool:
         return False
     try:
         loader: Any = transformers.AutoTokenizer
-        tokenizer = loader.from_pretrained(str(source.folder), use_fast=True)
+        tokenizer = loader.from_pretrained(str(source.folder), use_fast=True, trust_remote_code=False)
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     except Exception:  # any tokenizer library may be absent; the model works without one
         return False

@@ -16,6 +16,15 @@ from quantkit.errors import InputError
 
 FIRST_MAJOR_WITH_ROPE_PARAMETERS = 5
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Fields by which a config makes transformers fetch code or weights: kernels of the Hub, backbones, classes.
+FETCHING_FIELDS = frozenset(
+    {
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+        *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+        *("auto_map", "custom_pipelines", "custom_generate", "use_kernels", "use_pretrained_backbone"),
+    }
+)
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +39,25 @@ class ModelConfig:
     num_experts: int | None  # of a mixture-of-experts FFN
     num_active_experts: int | None  # that run for each token
     raw: Mapping[str, Any]
+
+
+def without_fetching(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without the fields by which it fetches code, in nested configs too."""
+    return {
+        key: without_fetching(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in FETCHING_FIELDS
+    }
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the config says that its weights are stored; empty where it says nothing."""
+    parts = [
+        config,
+        *(part for key in ("text_config", "llm_config") if isinstance(part := config.get(key), Mapping)),
+    ]
+    stated = (part.get(field) for part in parts for field in QUANTIZATION_FIELDS)
+    return next((value for value in stated if isinstance(value, Mapping)), {})
 
 
 def spelled_for(raw: Mapping[str, Any], transformers_major: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from quantkit.model.names import (
 from quantkit.model.rope import read_ropes
 from quantkit.model.unknown.observe import observe, summary
 from quantkit.model.unknown.probes import norm_kind_of
-from quantkit.model.weights.headers import compare, read_headers
+from quantkit.model.weights.open import header_notes
 
 NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 
@@ -72,15 +72,9 @@ def inspect_source(source: Source) -> ModelMap:
     module = build_on_meta(source)
     with reading(source.name, "its config contradicts itself", next_step="correct config.json"):
         model_map = map_module(module, name=source.name)
-    family = family_of(model_map.model_type)
-    expected = {
-        checkpoint_name(path, family): tensor for path, tensor in module.state_dict(keep_vars=True).items()
-    }
-    stored = read_headers(source.folder) if source.folder else {}
-    header_notes = compare(stored, expected, prefix=find_prefix(module, family), where=source.name)
     return replace(
         model_map,
-        notes=(*source.notes, *header_notes, *model_map.notes),
+        notes=(*source.notes, *header_notes(source, module), *model_map.notes),
         used_remote_code=source.uses_remote_code,
     )
 

@@ -17,7 +17,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from quantkit.errors import InputError
 from quantkit.files import read_json, reading
 from quantkit.model.architectures.register import OWN_MODELS
-from quantkit.model.config import spelled_for
+from quantkit.model.config import (
+    FIRST_MAJOR_WITH_ROPE_PARAMETERS,
+    QUANTIZATION_FIELDS,
+    quantization_of,
+    spelled_for,
+    without_fetching,
+)
+from quantkit.model.language_model import has_language_model, language_model
+from quantkit.model.weights.scales import why_not_read
 
 DEMO_NAME = "demo"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -80,6 +88,8 @@ class Source:
     kind: Literal["demo", "folder", "known", "hub"]
     config: Mapping[str, Any]
     folder: Path | None  # where config, tokenizer and weights lie
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # how the weights are stored
+    is_plain: bool = True  # transformers may open the folder as it is
     uses_remote_code: bool = False
     notes: tuple[str, ...] = ()
 
@@ -95,7 +105,7 @@ def open_source(name: str | Path, *, trust_remote_code: bool = False) -> Source:
         path = path.parent
     if path.is_dir():
         source = Source(name=path.resolve().name, kind="folder", config=_read_config(path), folder=path)
-        return _check_remote_code(source, trust_remote_code)
+        return _cleaned(_check_remote_code(source, trust_remote_code))
     if (config := known_config(name)) is not None:
         return Source(name=name, kind="known", config=config, folder=None)
     if not HUB_NAME.match(name):
@@ -106,7 +116,7 @@ def open_source(name: str | Path, *, trust_remote_code: bool = False) -> Source:
             next_step="check the path",
         )
     source = Source(name=name, kind="hub", config=_read_config(_fetch_config(name)), folder=None)
-    return _check_remote_code(source, trust_remote_code)
+    return _cleaned(_check_remote_code(source, trust_remote_code))
 
 
 def known_names() -> tuple[str, ...]:
@@ -130,6 +140,13 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
+    if (folder / "adapter_config.json").exists():  # transformers would fetch the base model that it names
+        raise InputError(
+            "the folder holds an adapter of another model (adapter_config.json)",
+            where=str(folder),
+            allowed="a checkpoint with all of its weights",
+            next_step="merge it: peft's model.merge_and_unload().save_pretrained('NEW_FOLDER')",
+        )
     if not path.exists():
         raise InputError(
             "the folder has no config.json",
@@ -165,6 +182,36 @@ def _check_remote_code(source: Source, trust_remote_code: bool) -> Source:
         allowed="model types that transformers knows",
         next_step="read that code, then pass --trust-remote-code; it will be recorded",
     )
+
+
+def _cleaned(source: Source) -> Source:
+    """The source with a config that fetches nothing, of the language model alone where there are others."""
+    quantization = quantization_of(source.config)
+    if source.uses_remote_code:
+        return replace(source, quantization=quantization)
+    config = without_fetching(source.config)
+    has_code = source.folder is not None and (source.folder / "custom_generate").exists()
+    is_plain = config == source.config and not quantization and not has_code
+    config = {key: value for key, value in config.items() if key not in QUANTIZATION_FIELDS}
+    source = replace(source, config=config, quantization=quantization, is_plain=is_plain)
+    if why_not_read(quantization) is None and quantization:
+        note = f"the weights are stored with {quantization.get('quant_method')} scales, which are applied"
+        source = replace(source, notes=(*source.notes, note))
+    return _language_model_of(source)
+
+
+def _language_model_of(source: Source) -> Source:
+    model_type = source.config["model_type"]
+    if model_type not in CONFIG_MAPPING or not has_language_model(model_type, source.config):
+        return source
+    whole = make_config(source)
+    if getattr(whole, "text_config", None) is None:
+        return source
+    decides = whole if TRANSFORMERS_MAJOR >= FIRST_MAJOR_WITH_ROPE_PARAMETERS else whole.text_config
+    tied = bool(getattr(decides, "tie_word_embeddings", True))
+    config = without_fetching(language_model(whole, tied=tied, where=source.name))
+    note = f"{model_type} is a multimodal model: its language model, {config['model_type']}, was taken alone"
+    return replace(source, config=config, is_plain=False, notes=(*source.notes, note))
 
 
 def _fetch_config(name: str) -> Path:
@@ -280,6 +327,27 @@ def named_class(source: Source) -> Any:
 
 def make_model(source: Source, config: Any) -> nn.Module:
     """The class that the config names, else the first auto class that fits."""
+    if source.uses_remote_code:
+        return _make_model(source, config)
+    with without_hub_kernels():
+        return _make_model(source, config)
+
+
+@contextmanager
+def without_hub_kernels() -> Iterator[None]:
+    """Keeps Mamba of transformers 4 from running code of the Hub where the package `kernels` is installed."""
+    imports: Any = transformers.utils.import_utils
+    before = getattr(imports, "_kernels_available", None)
+    if before is not None:
+        imports._kernels_available = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            imports._kernels_available = before
+
+
+def _make_model(source: Source, config: Any) -> nn.Module:
     if not source.uses_remote_code and (cls := named_class(source)) is not None:
         return cls._from_config(config)  # type: ignore[no-any-return]
     auto_classes: tuple[Any, ...] = (

@@ -11,7 +11,10 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from quantkit.model.load import Source, named_class
+from quantkit.model.families import family_of
+from quantkit.model.load import Source, build_on_meta, make_config, named_class, without_hub_kernels
+from quantkit.model.names import checkpoint_name
+from quantkit.model.weights.open import open_tensors
 
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 AnswerLogits = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
@@ -21,14 +24,39 @@ def reference_model(source: Source) -> Any:
     """The model of the folder in float32 and evaluation mode."""
     assert source.folder is not None
     cls = named_class(source) or transformers.AutoModelForCausalLM
-    model = cls.from_pretrained(
-        str(source.folder),
+    with without_hub_kernels():
+        if not source.is_plain:
+            model = _rebuilt(source)
+        else:
+            model = cls.from_pretrained(
+                str(source.folder),
+                dtype=torch.float32,
+                use_safetensors=True,
+                # Fused attention of transformers 4.57 leaves out Gemma 2's cap and GPT-2's scale by layer.
+                attn_implementation="eager",
+            )
+    return model.eval()
+
+
+def _rebuilt(source: Source) -> Any:
+    """The model from its cleaned config and its weights as quantkit reads them."""
+    module = build_on_meta(source)
+    tensors = open_tensors(source, module)
+    family = family_of(source.config["model_type"])
+    names = {path: checkpoint_name(path, family) for path in module.state_dict()}
+    state = {
+        path: torch.from_numpy(tensors.read(name)).reshape(tensors.shape(name))
+        for path, name in names.items()
+        if tensors.has(name)
+    }
+    cls: Any = type(module)
+    return cls.from_pretrained(
+        None,
+        config=make_config(source),
+        state_dict=state,
         dtype=torch.float32,
-        use_safetensors=True,
-        # Fused attention of transformers 4.57 leaves out Gemma 2's cap and GPT-2's scale by layer.
         attn_implementation="eager",
     )
-    return model.eval()
 
 
 def reference_logits(source: Source) -> Logits:

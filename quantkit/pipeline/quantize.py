@@ -19,6 +19,7 @@ from quantkit.pipeline.options import Options, with_options
 from quantkit.pipeline.stages.documents import report_of, write_manifest, write_reports
 from quantkit.pipeline.stages.export import write_companions
 from quantkit.pipeline.stages.float_reference import float_twin, measure_written
+from quantkit.pipeline.stages.preflight import require_space
 from quantkit.pipeline.stages.prepare import discard, prepare, resumable
 from quantkit.pipeline.stages.resolve import resolve
 from quantkit.pipeline.stages.search import write_within_budget
@@ -128,6 +129,7 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
     )
     output = settings.output or Path(f"{resolved.source.name.replace('/', '--')}-{resolved.recipe.scheme}")
     check_output(output, recipe, settings)
+    require_space(resolved, output)
     with new_artifact(output, force=settings.force) as folder, resumable(resolved):
         prepared = prepare(resolved)
         write_companions(resolved.source, resolved.model_map, folder, target_name=resolved.recipe.target)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.model.families import FAMILIES
 from quantkit.model.load import open_source
 from quantkit.model.reference import new_cache, reference_model
 
@@ -80,12 +81,6 @@ def trace(
     return tuple(sorted(out_dir.glob("*.onnx")))
 
 
-def require_traceable(folder: Path, *, model_type: str, architecture: str) -> None:
-    """Raise where nothing here traces this architecture, before any work."""
-    if architecture not in OWN_ENCODER_DECODERS:
-        _supported_task(folder, model_type, architecture)
-
-
 def why_not_trace() -> str | None:
     """Why nothing can be traced in this environment, or None."""
     try:
@@ -94,6 +89,12 @@ def why_not_trace() -> str | None:
     except ImportError as error:
         return " ".join(str(error).split())[:200]
     return None
+
+
+def require_traceable(folder: Path, model_type: str, architecture: str) -> None:
+    """Refuse an architecture that is not traced."""
+    if architecture not in OWN_ENCODER_DECODERS:
+        _supported_task(folder, model_type, architecture)
 
 
 def _supported_task(folder: Path, model_type: str, architecture: str) -> str:
@@ -120,10 +121,12 @@ def _supported_task(folder: Path, model_type: str, architecture: str) -> str:
     task = next((task for task in candidates if task in tasks), None)
     if task is None:
         raise InputError(
-            f"optimum cannot trace {architecture} of model type '{model_type}'",
+            f"optimum cannot trace {architecture} of model type '{model_type}', and no family that is "
+            "written directly has it",
             where=str(folder),
-            allowed=", ".join(sorted(tasks)) or "model types that optimum-onnx knows",
-            next_step="use a model of a family that is emitted directly",
+            allowed=f"{', '.join(sorted(tasks)) or 'model types that optimum-onnx knows'}, and the families "
+            f"{', '.join(FAMILIES)}",
+            next_step="use a model of one of these families",
         )
     return task
 

@@ -8,7 +8,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,17 @@ from quantkit.files import parse_json, read_json, reading, require_regular
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# Buffers that older versions of transformers saved and no version reads.
-SPARE_BUFFERS = re.compile(r"(attn\.(masked_)?bias|attention\.(masked_)?bias|inv_freq|position_ids)$")
+# Buffers that older versions of transformers saved and no version reads, and ranges of inputs.
+SPARE = re.compile(
+    r"(attn\.(masked_)?bias|attention\.(masked_)?bias|inv_freq|(position|token_type)_ids|num_batches_tracked"
+    r"|\.(input|activation|output|[qkv])_(scale|zero_point))$"
+)
+# Training and multimodal models put these before the names of the model inside.
+WRAPPERS = (
+    *("module.", "_orig_mod.", "_fsdp_wrapped_module."),
+    *("model.language_model.", "model.text_model.", "language_model.", "text_model."),
+)
+RENAMED_ENDS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # of 2018
 CONVERSION = (
     "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('FOLDER')"
     ".save_pretrained('NEW_FOLDER', safe_serialization=True)\" in an environment that you trust the file in"
@@ -38,6 +47,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
+    scale: StoredTensor | None = None  # the values are multiplied by it
+    block: tuple[int, ...] = ()  # values that share a scale, along each axis
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -48,7 +59,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         [folder / SINGLE_NAME] if (folder / SINGLE_NAME).exists() else sorted(folder.glob("*.safetensors"))
     )
     if not files:
-        _refuse_pickle(folder)
+        _refuse_other_forms(folder)
         return {}
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -56,18 +67,23 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _refuse_pickle(folder: Path) -> None:
-    pickles = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.suffix in PICKLE_SUFFIXES and "training_args" not in path.name
-    )
+def _refuse_other_forms(folder: Path) -> None:
+    files = sorted(path for path in folder.iterdir() if "training_args" not in path.name)
+    pickles = [path.name for path in files if path.suffix in PICKLE_SUFFIXES]
     if pickles:
         raise InputError(
             f"the weights are pickle files ({', '.join(pickles[:3])}), which can run code when opened",
             where=str(folder),
             allowed="safetensors checkpoints",
             next_step=f"convert it once: {CONVERSION}",
+        )
+    quantized = [path.name for path in files if path.suffix == ".gguf"]
+    if quantized:
+        raise InputError(
+            f"the weights are a GGUF file ({', '.join(quantized[:3])}), which is quantized for llama.cpp",
+            where=str(folder),
+            allowed="safetensors checkpoints",
+            next_step="start from the checkpoint that the file was made from",
         )
 
 
@@ -124,21 +140,49 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     return {name: stored[file][name] for name, file in entries.items()}
 
 
+def match(
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], *, prefixes: Sequence[str]
+) -> dict[str, StoredTensor]:
+    """The stored tensors that are weights of the model, under the model's names.
+
+    A weight is a float tensor of the module's state: integer buffers, masks and the tensors of other models
+    in the same checkpoint are none. Either side may lack the prefix that a model with a head puts before the
+    names of its base model.
+    """
+    weights = {name for name, tensor in expected.items() if tensor.is_floating_point()}
+    matched: dict[str, StoredTensor] = {}
+    for name, tensor in sorted(stored.items(), key=lambda entry: entry[0] not in weights):
+        own_name = _name_in(weights, name, prefixes)
+        if own_name:
+            matched.setdefault(own_name, tensor)
+    return {name: matched[name] for name in expected if name in matched}
+
+
+def _name_in(weights: Collection[str], name: str, prefixes: Sequence[str]) -> str | None:
+    """The model's name of a stored tensor; None for a tensor that is none of its weights."""
+    for old, new in RENAMED_ENDS.items():
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    spellings = [name, *(p + name for p in prefixes), *(name.removeprefix(p) for p in prefixes)]
+    own_name = next((spelling for spelling in spellings if spelling in weights), None)
+    wrapper = next((wrapper for wrapper in WRAPPERS if name.startswith(wrapper)), None)
+    if own_name or wrapper is None:
+        return own_name
+    return _name_in(weights, name.removeprefix(wrapper), prefixes)
+
+
 def compare(
-    stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], *, prefix: str, where: str
+    stored: Mapping[str, StoredTensor],
+    matched: Mapping[str, StoredTensor],
+    expected: Mapping[str, Tensor],
+    *,
+    where: str,
 ) -> list[str]:
     """Compare a checkpoint's headers with the module's tensors.
 
-    Wrong shapes raise; missing and unused tensors are returned as notes. Either side may lack the prefix that
-    a model with a head puts before the names of its base model.
+    Wrong shapes raise; missing and unused tensors are returned as notes.
     """
     if not stored:
         return []
-    matched: dict[str, StoredTensor] = {}
-    for name in expected:
-        tensor = stored.get(name) or stored.get(name.removeprefix(prefix)) or stored.get(prefix + name)
-        if tensor:
-            matched[name] = tensor
     wrong = [
         f"{name} is {list(tensor.shape)} and not {list(expected[name].shape)}"
         for name, tensor in matched.items()
@@ -152,9 +196,11 @@ def compare(
             next_step="config.json and weights belong to different models; copy or download both again",
         )
     present = {id(expected[name]) for name in matched}
-    missing = [name for name, parameter in expected.items() if id(parameter) not in present]
+    missing = [
+        name for name, tensor in expected.items() if id(tensor) not in present and tensor.is_floating_point()
+    ]
     used = {tensor.name for tensor in matched.values()}
-    extra = [name for name in stored if name not in used and not SPARE_BUFFERS.search(name)]
+    extra = [name for name in stored if name not in used and not SPARE.search(name)]
     notes = []
     if missing:
         notes.append(f"{len(missing)} tensors are missing from the checkpoint: {', '.join(missing[:3])}")

@@ -10,22 +10,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model.families import family_of
 from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable
 from quantkit.model.model_map import ModelMap
-from quantkit.model.names import checkpoint_name
-from quantkit.model.weights.tensors import RandomTensors, TensorSource, open_tensors
+from quantkit.model.names import checkpoint_name, find_prefix
+from quantkit.model.weights.headers import StoredTensor, compare, match, read_headers
+from quantkit.model.weights.scales import require_readable, why_not_read, with_scales
+from quantkit.model.weights.tensors import CheckpointTensors, RandomTensors, TensorSource
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.txt", "tokenizer.model", "*.jinja"]
 
 
 def with_weights(source: Source, *, random_weights: bool) -> Source:
     """The source with a folder of weights, fetched from the Hub where it has none."""
-    if random_weights or source.folder is not None:
+    if random_weights:
         return source
-    return dataclasses.replace(source, folder=_fetch(source.name))
+    folder = source.folder or _fetch(source.name)
+    require_readable(source.quantization, folder, source.name)
+    return source if source.folder else dataclasses.replace(source, folder=folder)
 
 
 def _fetch(name: str) -> Path:
@@ -49,21 +54,62 @@ def _fetch(name: str) -> Path:
 
 def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, seed: int = 0) -> TensorSource:
     """The tensors of a source; no weight is read yet."""
-    family = family_of(model_map.model_type)
-    tensors = {
-        checkpoint_name(name, family): tensor
-        for name, tensor in build_on_meta(source).state_dict(keep_vars=True).items()
-    }
+    module = build_on_meta(source)
     if random_weights:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return RandomTensors(
-            shapes=shapes,
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors_by_name(module).items()},
             seed=seed,
             gain_offset=model_map.norm_gain_offset,
             num_values=model_map.num_parameters,
         )
+    return open_tensors(source, module)
+
+
+def open_tensors(source: Source, module: nn.Module) -> CheckpointTensors:
+    """The module's weights in the source's folder; headers are read, weights are not."""
     assert source.folder is not None
-    return open_tensors(source.folder, aliases=_aliases(tensors))
+    require_readable(source.quantization, source.folder, source.name)
+    stored = stored_weights(source)
+    if not stored:
+        raise InputError(
+            "the folder holds no safetensors weights",
+            where=str(source.folder),
+            next_step="copy model.safetensors into it, or pass --random-weights for speed and size only",
+        )
+    expected = tensors_by_name(module)
+    matched = match(stored, expected, prefixes=prefixes_of(module))
+    tensors = CheckpointTensors(stored=matched, aliases=_aliases(expected))
+    tensors.source_bytes()  # a type that is not read is refused here
+    return tensors
+
+
+def stored_weights(source: Source) -> dict[str, StoredTensor]:
+    """The tensors of the source's folder with their scales; empty where there are none."""
+    return with_scales(read_headers(source.folder), source.quantization) if source.folder else {}
+
+
+def header_notes(source: Source, module: nn.Module) -> list[str]:
+    """Tensors that are missing or not used; a reason instead where the weights cannot be read."""
+    reason = why_not_read(source.quantization)
+    if reason:
+        return [f"{reason}: they are not read" if source.folder else reason]
+    stored, expected = stored_weights(source), tensors_by_name(module)
+    matched = match(stored, expected, prefixes=prefixes_of(module))
+    return compare(stored, matched, expected, where=source.name)
+
+
+def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's tensors by their names in checkpoints, a shared one under each of its names."""
+    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    state = module.state_dict(keep_vars=True)
+    return {checkpoint_name(path, family): tensor for path, tensor in state.items()}
+
+
+def prefixes_of(module: nn.Module) -> tuple[str, ...]:
+    """What a model with a head puts before the names of its base model."""
+    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    prefixes = (find_prefix(module, family), f"{getattr(module, 'base_model_prefix', '')}.")
+    return tuple(dict.fromkeys(prefix for prefix in prefixes if prefix.strip(".")))
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[str, ...]]:

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -19,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.model.weights.headers import StoredTensor, read_headers
+from quantkit.model.weights.headers import StoredTensor
+from quantkit.model.weights.scales import SCALE_ENDS
 
 Floats = NDArray[np.float32]
 DTYPES: dict[str, Any] = {
@@ -30,6 +30,7 @@ DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
+SCALED_DTYPES: dict[str, Any] = {**DTYPES, "I8": np.int8, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 
 class TensorSource(Protocol):
@@ -47,15 +48,11 @@ class CheckpointTensors:
     """Tensors of a safetensors checkpoint, under canonical names."""
 
     stored: Mapping[str, StoredTensor]
-    prefixed: Mapping[str, str]  # a stored name without its first part -> the stored name
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def _find(self, name: str) -> StoredTensor | None:
-        for alias in (name, *self.aliases.get(name, ())):
-            for spelled in (alias, alias.split(".", 1)[-1], self.prefixed.get(alias, alias)):
-                if spelled in self.stored:
-                    return self.stored[spelled]
-        return None
+        names = (name, *self.aliases.get(name, ()))
+        return next((self.stored[alias] for alias in names if alias in self.stored), None)
 
     def _get(self, name: str) -> StoredTensor:
         tensor = self._find(name)
@@ -74,25 +71,47 @@ class CheckpointTensors:
         return self._get(name).shape
 
     def source_bytes(self) -> int:
-        return sum(math.prod(tensor.shape) * _width(tensor) for tensor in self.stored.values())
+        return sum(stored_bytes(tensor) for tensor in self.stored.values())
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
         """Rows as float32; every value is a finite number."""
         tensor = self._get(name)
-        rows, *rest = tensor.shape or (1,)
+        rows = (tensor.shape or (1,))[0]
         count = rows - start if count is None else min(count, rows - start)
-        per_row = math.prod(rest)
-        width = _width(tensor)
-        with tensor.file.open("rb", buffering=0) as file:
-            raw = np.fromfile(
-                file,
-                DTYPES[tensor.dtype],
-                count * per_row,
-                offset=tensor.offset + start * per_row * width,
-            )
-        values = raw if tensor.dtype == "F32" else _widen(raw, tensor.dtype)
+        values = _read_rows(tensor, start, count)
+        if tensor.scale is not None:
+            values *= _scale_rows(tensor, tensor.scale, start, count)
         _require_finite(values, tensor)
-        return values.reshape(count, *rest)
+        return values
+
+
+def stored_bytes(tensor: StoredTensor) -> int:
+    """Bytes of a tensor and of its scale in the checkpoint."""
+    return math.prod(tensor.shape) * _width(tensor) + (stored_bytes(tensor.scale) if tensor.scale else 0)
+
+
+def _read_rows(tensor: StoredTensor, start: int, count: int) -> Floats:
+    """Stored values as float32, without their scale."""
+    rest = tensor.shape[1:]
+    per_row = math.prod(rest)
+    with tensor.file.open("rb", buffering=0) as file:
+        raw = np.fromfile(
+            file,
+            SCALED_DTYPES[tensor.dtype],
+            count * per_row,
+            offset=tensor.offset + start * per_row * _width(tensor),
+        )
+    values = raw if tensor.dtype == "F32" else _widen(raw, tensor.dtype)
+    return values.reshape(count, *rest)
+
+
+def _scale_rows(tensor: StoredTensor, scale: StoredTensor, start: int, count: int) -> Floats:
+    """The scale of every value in some rows of a tensor."""
+    scales = _read_rows(scale, 0, (scale.shape or (1,))[0])
+    scales = scales.reshape(*scale.shape, *[1] * (len(tensor.shape) - len(scale.shape)))
+    ranges = [np.arange(start, start + count), *(np.arange(size) for size in tensor.shape[1:])]
+    blocks = [axis // block for axis, block in zip(ranges, tensor.block, strict=True)]
+    return scales[np.ix_(*blocks)]
 
 
 def _widen(raw: NDArray[Any], dtype: str) -> Floats:
@@ -103,14 +122,15 @@ def _widen(raw: NDArray[Any], dtype: str) -> Floats:
 
 
 def _width(tensor: StoredTensor) -> int:
-    if tensor.dtype not in DTYPES:
+    dtypes = DTYPES if tensor.scale is None and not tensor.name.endswith(SCALE_ENDS) else SCALED_DTYPES
+    if tensor.dtype not in dtypes:
         raise InputError(
             f"'{tensor.name}' is stored as {tensor.dtype}",
             where=str(tensor.file),
             allowed=", ".join(DTYPES),
             next_step="start from the float checkpoint that this one was made from",
         )
-    return int(np.dtype(DTYPES[tensor.dtype]).itemsize)
+    return int(np.dtype(dtypes[tensor.dtype]).itemsize)
 
 
 def _require_finite(values: Floats, tensor: StoredTensor) -> None:
@@ -126,19 +146,6 @@ def _require_finite(values: Floats, tensor: StoredTensor) -> None:
         where=str(tensor.file),
         next_step="overflow in training or in a conversion to FP16 does this; start from a sound checkpoint",
     )
-
-
-def open_tensors(folder: Path, *, aliases: Mapping[str, tuple[str, ...]] | None = None) -> CheckpointTensors:
-    """The folder's tensors; headers are read, weights are not."""
-    stored = read_headers(folder)
-    if not stored:
-        raise InputError(
-            "the folder holds no safetensors weights",
-            where=str(folder),
-            next_step="copy model.safetensors into it, or pass --random-weights for speed and size only",
-        )
-    prefixed = {name.split(".", 1)[-1]: name for name in stored}
-    return CheckpointTensors(stored=stored, prefixed=prefixed, aliases=aliases or {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,8 +142,7 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
     """Quantize and export with dynamic shapes."""
     assert not job.profile.is_static, "export_static writes these"
     kind = kind_of(job.model_map, job.profile)
-    if kind == "traced":
-        require_tracing(job.model_map, job.target, job.original)
+    require_exportable(job.model_map, kind, job.target, job.original)
     contents = contents_of(
         job.model_map,
         job.plan,
@@ -184,15 +183,10 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
     )
 
 
-def export_float(job: ExportJob, folder: Path, *, count: Count = lambda _: None) -> Exported:
-    """The model with nothing quantized, in float32 whatever the target computes in."""
-    plan = choose(job.model_map, min_dim=NOTHING)
-    unrounded = replace(job, plan=plan, target=DEFAULT_TARGET, fit=PLAIN, layers={}, keeps_checkpoint=False)
-    return export_dynamic(unrounded, folder, count=count)
-
-
-def require_tracing(model_map: ModelMap, target: str, original: Path | None) -> None:
-    """Raise where a model that is not emitted cannot be traced either; costs no work on its weights."""
+def require_exportable(model_map: ModelMap, kind: str, target: str, original: Path | None) -> None:
+    """Refuse a model that cannot be exported, by its map alone."""
+    if kind != "traced":
+        return
     traced = f"{model_map.architecture} must be traced ({why_not_fused(model_map)})"
     if TARGETS[target].is_half:
         raise InputError(
@@ -206,7 +200,14 @@ def require_tracing(model_map: ModelMap, target: str, original: Path | None) -> 
             where=model_map.name,
             next_step="give a local folder with safetensors instead of --random-weights",
         )
-    require_traceable(original, model_type=model_map.model_type, architecture=model_map.architecture)
+    require_traceable(original, model_map.model_type, model_map.architecture)
+
+
+def export_float(job: ExportJob, folder: Path, *, count: Count = lambda _: None) -> Exported:
+    """The model with nothing quantized, in float32 whatever the target computes in."""
+    plan = choose(job.model_map, min_dim=NOTHING)
+    unrounded = replace(job, plan=plan, target=DEFAULT_TARGET, fit=PLAIN, layers={}, keeps_checkpoint=False)
+    return export_dynamic(unrounded, folder, count=count)
 
 
 def float_bytes(model_map: ModelMap) -> int:
@@ -264,7 +265,7 @@ def _trace(
     job: ExportJob, contents: Contents, checkpoint: Checkpoint, metadata: Mapping[str, Any]
 ) -> tuple[dict[str, ModelProto], bool]:
     """(lowered graphs by file name, whether they read one checkpoint beside them)."""
-    assert job.original is not None, "require_tracing"
+    assert job.original is not None, "require_exportable refuses the rest"
     with tempfile.TemporaryDirectory(prefix="quantkit-", dir=checkpoint.path.parent) as traced:
         paths = trace(
             job.original,

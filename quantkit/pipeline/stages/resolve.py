@@ -20,8 +20,9 @@ from quantkit.model.load import Source, open_source
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.pipeline.stages.export import kind_of, projection_formats, require_tensors, require_tracing
+from quantkit.pipeline.stages.export import kind_of, projection_formats, require_exportable, require_tensors
 from quantkit.pipeline.stages.min_dim import with_measured_sizes
+from quantkit.pipeline.stages.preflight import require_tokenizer
 from quantkit.pipeline.stages.static_recipe import settle_static, static_notes
 from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
@@ -29,7 +30,7 @@ from quantkit.plan.plan import Plan
 from quantkit.plan.select import check_patterns, choose
 from quantkit.plan.targets import TARGETS
 from quantkit.progress import Progress
-from quantkit.quantization.layout import contents_of
+from quantkit.quantization.layout import Contents, contents_of
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.smoothquant import smoothable
 from quantkit.recipe import Recipe, override
@@ -49,6 +50,7 @@ class Resolved:
     model_map: ModelMap
     weights: TensorSource
     plan: Plan
+    contents: Contents  # of the checkpoint, before transforms
     progress: Progress
     statistics: Path | None = None  # folder that keeps calibration statistics; None: the cache, until the end
     resumes: bool = True  # continue with the statistics of an interrupted run
@@ -73,6 +75,7 @@ def resolve(
     if recipe.keep_latent:
         model_map = _with_latents(recipe, model_map, source)
     kind = kind_of(model_map, TARGETS[recipe.target])
+    require_tokenizer(source, model_map)
     recipe = with_defaults(settle_static(recipe, model_map, kind), model_map, kind)
     shape_times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
@@ -86,11 +89,11 @@ def resolve(
             next_step="; ".join(notes) or f"'quantkit inspect {name}' lists their sizes; lower --min-dim",
         )
     require_possible(recipe, model_map, kind)
-    if kind == "traced":
-        require_tracing(model_map, recipe.target, None if recipe.random_weights else source.folder)
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
     formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
-    require_tensors(contents_of(model_map, plan, formats), weights, name)
+    require_exportable(model_map, kind, recipe.target, None if recipe.random_weights else source.folder)
+    contents = contents_of(model_map, plan, formats)
+    require_tensors(contents, weights, name)
     if source.folder and not has_tokenizer(source):
         notes = (*notes, NO_TOKENIZER)
         progress.say(f"note: {NO_TOKENIZER}")
@@ -103,6 +106,7 @@ def resolve(
         model_map=model_map,
         weights=weights,
         plan=plan,
+        contents=contents,
         progress=progress,
         statistics=statistics,
         resumes=resumes,

@@ -158,3 +158,24 @@ def test_a_fast_tokenizer_is_made_of_the_older_files(tmp_path):
     wanted = transformers.AutoTokenizer.from_pretrained(str(original.folder))
     assert made(text)["input_ids"] == wanted(text)["input_ids"]
     assert made.decode(made(text)["input_ids"]) == text
+
+
+def test_integer_buffers_and_names_of_2018_are_no_obstacle(tmp_path):
+    """As the published all-MiniLM-L6-v2 and bert-base-uncased are stored."""
+    build_tiny("BertModel", FAMILIES["bert"].tiny).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    counted = 4 * sum(tensor.numel() for tensor in tensors.values())
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): t for name, t in tensors.items()}
+    old = {f"bert.{name.replace('LayerNorm.bias', 'LayerNorm.beta')}": t for name, t in old.items()}
+    buffers = {
+        "bert.embeddings.position_ids": torch.arange(40)[None],
+        "cls.seq_relationship.bias": torch.ones(2),
+    }
+    save_file({**old, **buffers}, path)
+    model_map, weights = opened(tmp_path)
+    assert model_map.notes == ("1 tensors of the checkpoint are not used: cls.seq_relationship.bias",)
+    assert weights.source_bytes() == counted
+    for name, tensor in tensors.items():
+        assert (weights.read(name) == tensor.numpy()).all(), name
+    assert not weights.has("embeddings.position_ids")

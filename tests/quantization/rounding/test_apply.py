@@ -18,8 +18,9 @@ from layers import one_layer
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
 from quantkit.model.model_map import Rows
+from quantkit.model.weights.headers import read_headers
 from quantkit.model.weights.open import open_weights
-from quantkit.model.weights.tensors import open_tensors
+from quantkit.model.weights.tensors import CheckpointTensors
 from quantkit.plan.formats import Format, Grid, in_blocks
 from quantkit.plan.select import choose
 from quantkit.quantization.calibration.statistics import InputStatistics
@@ -266,7 +267,7 @@ def test_a_large_matrix_takes_a_few_chunks_of_memory(tmp_path):
         format=in_blocks(128),
     )
     contents = Contents(packs=(pack,), tables=(), norms=(), norm_biases=frozenset())
-    source = open_tensors(tmp_path)
+    source = CheckpointTensors(stored=read_headers(tmp_path))
     tracemalloc.start()
     try:
         parts = quantized_parts(contents, source, threads=2)

@@ -1,0 +1,67 @@
+"""Checks before the first second of work: what tokenizer files and free disk space decide."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import InputError
+from quantkit.model.load import Source
+from quantkit.model.model_map import EmbeddingKind, ModelMap
+from quantkit.pipeline.stages.export import float_bytes
+from quantkit.quantization.layout import planned_bytes
+from quantkit.quantization.rounding import FITS
+from quantkit.runtime.machine.cache import cache_folder
+from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.stages.resolve import Resolved
+
+
+def require_tokenizer(source: Source, model_map: ModelMap) -> None:
+    """Refuse a tokenizer that cannot be read or that makes ids without a row in the embedding.
+
+    Added tokens are left out: published Gemma 3 has one without a row, which stands for an image.
+    """
+    if source.folder is None or not (source.folder / TOKENIZER_FILE).exists():
+        return
+    tokenizer = open_text(source.folder).tokenizer
+    rows = [table.num_rows for table in model_map.embeddings if table.kind is EmbeddingKind.TOKEN]
+    num_tokens = tokenizer.get_vocab_size(with_added_tokens=False)
+    if rows and num_tokens > max(rows):
+        raise InputError(
+            f"the tokenizer has {num_tokens} tokens, and the model {max(rows)} embeddings",
+            where=str(source.folder / TOKENIZER_FILE),
+            next_step="tokenizer and weights belong to different models; copy or download both again",
+        )
+
+
+def require_space(resolved: Resolved, output: Path) -> None:
+    """Refuse a run whose files do not fit on the disks of output and cache."""
+    for folder, (num_bytes, next_step) in _needed_bytes(resolved, output.absolute()).items():
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if num_bytes > free:
+            raise InputError(
+                f"the run needs {num_bytes / 1e9:.1f} GB there, and {free / 1e9:.1f} GB are free",
+                where=str(folder),
+                next_step=next_step,
+            )
+
+
+def _needed_bytes(resolved: Resolved, output: Path) -> Mapping[Path, tuple[int, str]]:
+    """Folder -> (bytes at the peak, remedy): weights beside the graph made of them, and statistics."""
+    written = 2 * planned_bytes(resolved.contents.tensors())
+    if resolved.kind == "traced":
+        written += float_bytes(resolved.model_map)
+    needed = {output.parent: (written, "free some space, or choose an output on another disk with -o")}
+    if "second_moment" in FITS[resolved.recipe.fit].statistics:
+        planned = {layer.name for layer in resolved.plan.layers if layer.quantized}
+        layers = [layer for layer in resolved.model_map.layers if layer.name in planned]
+        widths = {layer.matrix: layer.in_features for layer in layers}
+        statistics = sum(4 * width**2 for width in widths.values())
+        place = resolved.statistics or cache_folder() / "statistics"
+        needed[place.absolute()] = (statistics, "free some space, or choose another disk with --statistics")
+    return needed
