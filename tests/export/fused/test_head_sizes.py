@@ -15,7 +15,7 @@ from quantkit.export.static.decoder import emit_static
 from quantkit.export.static.operators import StaticShape
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
-from quantkit.pipeline.stages.export import kind_of, require_tracing
+from quantkit.pipeline.stages.export import kind_of, require_exportable
 from quantkit.plan.targets import TARGETS
 from quantkit.runtime.session import open_session
 from quantkit.runtime.static_decoder import open_raw, run_prompt
@@ -61,7 +61,7 @@ def test_other_heads_are_traced(size):
     assert kind_of(model_map) == "traced"
     assert kind_of(model_map, TARGETS["npu"]) == "decoder"
     with pytest.raises(InputError, match=f"heads of {size} are no multiple of 8"):
-        require_tracing(model_map, "gpu", None)
+        require_exportable(model_map, "traced", "gpu", None)
 
 
 @pytest.mark.parametrize(("family", "size"), [("gpt2", 5), ("llama", 20), ("qwen3", 12)])
