@@ -12,7 +12,7 @@ here, before anything runs, each node outside of the promise is named with its l
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from onnx import TensorProto, defs
 from quantkit.errors import InputError
 from quantkit.export.graph import METADATA_KEY
 from quantkit.files import reading, require_regular
-from quantkit.plan.plan import Plan
+from quantkit.plan.plan import LayerPlan, Plan
 from quantkit.plan.targets import Target
 from quantkit.runtime.graph import checked_metadata
 
@@ -144,10 +144,12 @@ def check_models(
 ) -> Placement:
     """Check that the files compute every planned projection in integers and keep the target's promises.
 
-    With `in_each` every file must compute all of the plan, otherwise the files together.
+    With `in_each` every file must compute all of the plan. Otherwise each projection is one that some file
+    computes in integers and none in float.
     """
     sizes = {layer.name: layer.in_features * layer.out_features for layer in plan.layers}
     done_by: list[set[str]] = []
+    in_float: set[str] = set()
     operators: Counter[str] = Counter()
     num_nodes = 0
     opset = ir_version = 0
@@ -163,7 +165,8 @@ def check_models(
         for node, names in _integer_nodes(model, sizes, rounds_values=rounds_values):
             done_by[-1].update(names)
             operators[node.op_type] += 1
-    done = set.intersection(*done_by) if in_each else set[str]().union(*done_by)
+        in_float |= _float_projections(model, plan) - done_by[-1]
+    done = set.intersection(*done_by) if in_each else set[str]().union(*done_by) - in_float
     missing = [layer.name for layer in plan.layers if layer.quantized and layer.name not in done]
     if missing:
         raise InputError(
@@ -210,6 +213,36 @@ def _integer_nodes(
         if element_type in INTEGER_TYPES and math.prod(shape) >= num_bytes:
             blocks_done[pack] += 1
             yield node, owners[node.name] if blocks_done[pack] >= num_parts else []
+
+
+def _float_projections(model: onnx.ModelProto, plan: Plan) -> set[str]:
+    """Quantized projections of the plan that a traced file computes in float.
+
+    A tracer names a product by its module's path below the traced part: `/layers.0/fc1/MatMul`. The end of a
+    path may be in encoder and decoder: the product counts as each of them, unless the plan leaves one float.
+    """
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer if tensor.dims}
+    for node in model.graph.node:
+        if node.op_type in ("Identity", "Transpose") and node.input[0] in sizes:
+            sizes[node.output[0]] = sizes[node.input[0]]
+    matrices: defaultdict[str, list[LayerPlan]] = defaultdict(list)
+    for layer in plan.layers:
+        matrices[layer.matrix].append(layer)
+    found: set[str] = set()
+    for node in model.graph.node:
+        path = node.name.rpartition("/")[0].replace("/", ".")
+        if node.op_type not in ("MatMul", "Gemm") or node.input[1] not in sizes or not path:
+            continue
+        layers = [
+            layer
+            for matrix, parts in matrices.items()
+            if f".{matrix}".endswith(path)
+            and sum(part.in_features * part.out_features for part in parts) == sizes[node.input[1]]
+            for layer in parts
+        ]
+        if all(layer.quantized for layer in layers):
+            found |= {layer.name for layer in layers}
+    return found
 
 
 def require_promises(path: Path, model: onnx.ModelProto, target: Target) -> None:

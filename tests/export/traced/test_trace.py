@@ -20,6 +20,7 @@ from exporting import build_tiny, error
 from fake_quantize import fake_quantize
 
 from quantkit.errors import InputError
+from quantkit.export.check import check_models
 from quantkit.export.decoder import why_not
 from quantkit.export.encoder import why_not_encoder
 from quantkit.export.graph import save
@@ -175,6 +176,33 @@ def test_the_files_of_t5_share_one_checkpoint(t5):
         }
         assert outside == {quantized.checkpoint.path.name}
         assert max((len(t.raw_data) for t in made.graph.initializer), default=0) < 1024
+
+
+@needs_optimum
+@pytest.mark.parametrize("name", ["encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"])
+def test_a_projection_is_done_when_every_file_that_computes_it_has_integers(t5, name, tmp_path):
+    model, folder, *_ = t5
+    files = {path.name: onnx.load(path) for path in (folder / "float").glob("*.onnx")}
+    quantized = quantize(model, tmp_path, packs_attention=False)
+    options = {"transposed": TRANSPOSED, **quantized.options(outside=True)}
+
+    def checked():
+        lowered = lower(files, quantized.contents, quantized.checkpoint, quantized.source, **options)
+        for file, graph in lowered.items():
+            save(graph, tmp_path / file)
+        return check_models([tmp_path / file for file in lowered], quantized.plan)
+
+    assert len(checked().projections) == quantized.plan.projections.total
+    stack = name.partition("_")[0]
+    projection = f"{stack}.block.0.layer.0.SelfAttention.o"
+    graph = files[name].graph
+    end = projection.removeprefix("encoder." if stack == "encoder" else "").replace(".", "/")
+    node = next(n for n in graph.node if n.name.replace(".", "/").endswith(f"/{end}/MatMul"))
+    weight = next(tensor for tensor in graph.initializer if tensor.name == node.input[1])
+    values = onnx.numpy_helper.to_array(weight)
+    weight.CopyFrom(onnx.numpy_helper.from_array(values * 1.001, weight.name))
+    with pytest.raises(InputError, match=f"not (integer|found) in the .*: {projection}"):
+        checked()
 
 
 @needs_optimum
