@@ -252,13 +252,31 @@ def build_on_meta(source: Source) -> nn.Module:
     """The modules with shapes and without storage; a 70B model takes seconds and no memory."""
     config = make_config(source)
     fault = f"transformers {transformers.__version__} cannot build it"
-    next_step = "correct config.json: its sizes, or the field named above"
-    with (
-        reading(source.name, fault, next_step=next_step),
-        _bounded_modules(source.name),
-        torch.device("meta"),
-    ):
-        return make_model(source, config)
+    next_step = "correct config.json: its sizes, or the field named above; or install another transformers"
+    with reading(source.name, fault, next_step=next_step), _bounded_modules(source.name):
+        try:
+            with torch.device("meta"):
+                return make_model(source, config)
+        except NotImplementedError:  # the class reads a buffer while it is built, as transformers 4's Apertus
+            with parameters_without_storage():
+                return make_model(source, config).to("meta")
+
+
+@contextmanager
+def parameters_without_storage() -> Iterator[None]:
+    """Modules built inside have real buffers and parameters without storage."""
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        original(self, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -326,11 +344,24 @@ def named_class(source: Source) -> Any:
 
 
 def make_model(source: Source, config: Any) -> nn.Module:
-    """The class that the config names, else the first auto class that fits."""
-    if source.uses_remote_code:
-        return _make_model(source, config)
-    with without_hub_kernels():
-        return _make_model(source, config)
+    """The class that the config names, else the first auto class that fits; no weight is initialised."""
+    with _without_initialisation():
+        if source.uses_remote_code:
+            return _make_model(source, config)
+        with without_hub_kernels():
+            return _make_model(source, config)
+
+
+@contextmanager
+def _without_initialisation() -> Iterator[None]:
+    """Some initialisers of transformers 4 fail on norms without weights, and no weight has storage yet."""
+    cls: Any = transformers.PreTrainedModel
+    original = cls.initialize_weights
+    cls.initialize_weights = lambda self: None
+    try:
+        yield
+    finally:
+        cls.initialize_weights = original
 
 
 @contextmanager

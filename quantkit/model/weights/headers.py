@@ -170,6 +170,14 @@ def _name_in(weights: Collection[str], name: str, prefixes: Sequence[str]) -> st
     return _name_in(weights, name.removeprefix(wrapper), prefixes)
 
 
+def absent(matched: Collection[str], expected: Mapping[str, Tensor]) -> list[str]:
+    """The model's weights that the checkpoint has under no name."""
+    present = {id(expected[name]) for name in matched}
+    return [
+        name for name, tensor in expected.items() if id(tensor) not in present and tensor.is_floating_point()
+    ]
+
+
 def compare(
     stored: Mapping[str, StoredTensor],
     matched: Mapping[str, StoredTensor],
@@ -195,10 +203,7 @@ def compare(
             where=where,
             next_step="config.json and weights belong to different models; copy or download both again",
         )
-    present = {id(expected[name]) for name in matched}
-    missing = [
-        name for name, tensor in expected.items() if id(tensor) not in present and tensor.is_floating_point()
-    ]
+    missing = absent(matched, expected)
     used = {tensor.name for tensor in matched.values()}
     extra = [name for name in stored if name not in used and not SPARE.search(name)]
     notes = []

@@ -5,11 +5,14 @@ A checkpoint stores a shared tensor once, under any of its names, so every name 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from quantkit.errors import InputError
@@ -17,7 +20,7 @@ from quantkit.model.families import family_of
 from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable
 from quantkit.model.model_map import ModelMap
 from quantkit.model.names import checkpoint_name, find_prefix
-from quantkit.model.weights.headers import StoredTensor, compare, match, read_headers
+from quantkit.model.weights.headers import StoredTensor, absent, compare, match, read_headers
 from quantkit.model.weights.scales import require_readable, why_not_read, with_scales
 from quantkit.model.weights.tensors import CheckpointTensors, RandomTensors, TensorSource
 
@@ -78,7 +81,8 @@ def open_tensors(source: Source, module: nn.Module) -> CheckpointTensors:
         )
     expected = tensors_by_name(module)
     matched = match(stored, expected, prefixes=prefixes_of(module))
-    tensors = CheckpointTensors(stored=matched, aliases=_aliases(expected))
+    computed = _computed(module, absent(matched, expected))
+    tensors = CheckpointTensors(stored=matched, aliases=_aliases(expected), computed=computed)
     tensors.source_bytes()  # a type that is not read is refused here
     return tensors
 
@@ -95,7 +99,37 @@ def header_notes(source: Source, module: nn.Module) -> list[str]:
         return [f"{reason}: they are not read" if source.folder else reason]
     stored, expected = stored_weights(source), tensors_by_name(module)
     matched = match(stored, expected, prefixes=prefixes_of(module))
+    if matched:
+        for name in _computed(module, absent(matched, expected)):
+            del expected[name]
     return compare(stored, matched, expected, where=source.name)
+
+
+def _computed(module: nn.Module, names: Collection[str]) -> dict[str, NDArray[np.float32]]:
+    """Those weights that the class computes and does not train, such as Marian's table of sinusoids.
+
+    Its own initialiser gives them, the same twice; Marian's checkpoints leave them out.
+    """
+    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    computed = {}
+    for path, _ in module.named_parameters():
+        name = checkpoint_name(path, family)
+        if name in names:
+            owner, _, leaf = path.rpartition(".")
+            first, second = (_initialised(module, module.get_submodule(owner), leaf) for _ in range(2))
+            if not first.requires_grad and torch.equal(first, second):
+                computed[name] = first.numpy()
+    return computed
+
+
+def _initialised(module: nn.Module, owner: nn.Module, leaf: str) -> torch.Tensor:
+    """One weight as the model's class initialises it; NaN where it does not."""
+    alone = copy.deepcopy(owner).to_empty(device="cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for parameter in alone.parameters():
+            parameter.fill_(torch.nan)
+        getattr(module, "_init_weights", lambda _: None)(alone)
+    return alone.get_parameter(leaf).float()
 
 
 def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -49,6 +49,7 @@ class CheckpointTensors:
 
     stored: Mapping[str, StoredTensor]
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    computed: Mapping[str, Floats] = field(default_factory=dict)  # by the class, and in no checkpoint
 
     def _find(self, name: str) -> StoredTensor | None:
         names = (name, *self.aliases.get(name, ()))
@@ -65,16 +66,18 @@ class CheckpointTensors:
         return tensor
 
     def has(self, name: str) -> bool:
-        return self._find(name) is not None
+        return name in self.computed or self._find(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._get(name).shape
+        return self.computed[name].shape if name in self.computed else self._get(name).shape
 
     def source_bytes(self) -> int:
         return sum(stored_bytes(tensor) for tensor in self.stored.values())
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
         """Rows as float32; every value is a finite number."""
+        if name in self.computed:
+            return self.computed[name][start : None if count is None else start + count]
         tensor = self._get(name)
         rows = (tensor.shape or (1,))[0]
         count = rows - start if count is None else min(count, rows - start)

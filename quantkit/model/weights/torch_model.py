@@ -8,8 +8,7 @@ built and are in no checkpoint. Each parameter is then filled a few rows at a ti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from quantkit.errors import InputError
 from quantkit.model.architectures.reference import RmsNorm
 from quantkit.model.families import family_of
-from quantkit.model.load import Source, make_config, make_model
+from quantkit.model.load import Source, make_config, make_model, parameters_without_storage
 from quantkit.model.model_map import ModelMap, NormKind, Role
 from quantkit.model.names import checkpoint_name
 from quantkit.model.weights.tensors import TensorSource
@@ -44,7 +43,7 @@ def torch_model(
     config.use_cache = False
     if any(attention.softcap for block in model_map.blocks for attention in block.attentions):
         config._attn_implementation = "eager"  # transformers 4 leaves the cap out of its faster attention
-    with _parameters_without_storage():
+    with parameters_without_storage():
         module = make_model(source, config)
     family = family_of(model_map.model_type)
     modules = {
@@ -163,20 +162,3 @@ def _match_map(module: nn.Module, model_map: ModelMap, modules: dict[str, str]) 
             linear.bias = nn.Parameter(torch.empty(width, device="meta"))
         if not layer.tied_to and id(linear.weight) in tables:
             linear.weight = nn.Parameter(torch.empty_like(linear.weight))
-
-
-@contextmanager
-def _parameters_without_storage() -> Iterator[None]:
-    """Modules built inside have real buffers and parameters without storage."""
-    original = nn.Module.register_parameter
-
-    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        original(self, name, parameter)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]

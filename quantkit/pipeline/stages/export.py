@@ -241,6 +241,7 @@ def require_tensors(contents: Contents, weights: TensorSource, where: str) -> No
     names += [f"{entry.table.name}.weight" for entry in contents.tables if not entry.shares]
     names += [f"{norm.name}.weight" for norm in contents.norms]
     names += [f"{name}.bias" for name in contents.norm_biases]
+    names += [name for name, _ in contents.loose]
     missing = sorted({name for name in names if not weights.has(name)})
     if missing:
         raise InputError(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from exporting import build_tiny
+from published_configs import write_tiny
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import InputError
@@ -16,7 +17,7 @@ from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
-from quantkit.model.reference import reference_logits
+from quantkit.model.reference import reference_logits, reference_model
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import RandomTensors
 from quantkit.pipeline.stages.export import require_tensors
@@ -78,6 +79,58 @@ def test_a_lost_tensor_is_named_before_anything_is_written(tmp_path):
     with pytest.raises(InputError) as caught:
         require_tensors(needed(model_map), source, str(tmp_path))
     assert "lacks 1 tensors: transformer.h.1.mlp.c_fc.bias" in str(caught.value)
+
+
+@pytest.fixture
+def marian(tmp_path):
+    """A checkpoint as published: without the sinusoids and the bias that the class makes."""
+    write_tiny("Helsinki-NLP/opus-mt-en-de", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: values for name, values in tensors.items() if "embed_pos" not in name}
+    kept.pop("final_logits_bias", None)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path, kept
+
+
+def test_sinusoids_that_no_checkpoint_stores_come_from_the_class(marian):
+    folder, _ = marian
+    model_map, source = opened(folder)
+    require_tensors(needed(model_map), source, "here")
+    table = next(t for t in model_map.embeddings if t.name == "model.decoder.embed_positions")
+    positions = np.arange(table.num_rows)[:, None]
+    half = table.num_columns // 2
+    angles = positions / 10000.0 ** (np.arange(half) / half)
+    expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    np.testing.assert_allclose(source.read(f"{table.name}.weight"), expected, atol=1e-6)
+    np.testing.assert_allclose(source.read(f"{table.name}.weight", 3, 2), expected[3:5], atol=1e-6)
+    assert source.shape(f"{table.name}.weight") == expected.shape
+    assert not any("embed_positions" in note for note in model_map.notes)
+    loaded = reference_model(open_source(str(folder))).get_parameter(f"{table.name}.weight")
+    np.testing.assert_allclose(loaded.detach().numpy(), expected, atol=1e-6)
+
+
+def test_a_trained_table_or_norm_is_not_taken_from_the_class(marian):
+    folder, kept = marian
+    lost = ("model.shared.weight", "model.encoder.layers.0.final_layer_norm.bias")
+    tied = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
+    tensors = {name: values for name, values in kept.items() if name not in (*lost, *tied)}
+    save_file(tensors, folder / "model.safetensors")
+    model_map, source = opened(folder)
+    with pytest.raises(InputError, match=r"lacks .*(embed_tokens|shared)"):
+        require_tensors(needed(model_map), source, "here")
+    assert not source.has(lost[1])
+
+
+def test_a_lost_parameter_of_a_traced_model_is_named_whatever_its_kind(tmp_path):
+    """Mamba's A_log is no projection, table or norm."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    build_tiny("MambaForCausalLM", sizes).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["backbone.layers.1.mixer.A_log"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    model_map, source = opened(tmp_path)
+    with pytest.raises(InputError, match=r"lacks 1 tensors: backbone\.layers\.1\.mixer\.A_log"):
+        require_tensors(needed(model_map), source, str(tmp_path))
 
 
 @pytest.mark.parametrize("kept", ["transformer.wte.weight", "lm_head.weight"])
