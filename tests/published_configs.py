@@ -173,7 +173,8 @@ def write_tiny(name: str, folder: Path) -> Any:
             model = cls(known).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            if parameter.requires_grad:  # the class computes the rest
+                parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return model

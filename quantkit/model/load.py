@@ -29,6 +29,8 @@ import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ2SEQ
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from quantkit.errors import InputError
 from quantkit.files import read_json, reading
@@ -197,7 +199,21 @@ def _cleaned(source: Source) -> Source:
     if why_not_read(quantization) is None and quantization:
         note = f"the weights are stored with {quantization.get('quant_method')} scales, which are applied"
         source = replace(source, notes=(*source.notes, note))
-    return _language_model_of(source)
+    return _with_answers(_language_model_of(source))
+
+
+def _with_answers(source: Source) -> Source:
+    """The source with the class that predicts tokens, where the named one is an encoder-decoder without head.
+
+    Published BART and T5 name their base class, and the head is the embedding's table.
+    """
+    model_type = source.config["model_type"]
+    cls, with_head = named_class(source), SEQ2SEQ.get(model_type)
+    if cls is None or with_head is None or cls.__name__ != MODEL_MAPPING_NAMES.get(model_type):
+        return source
+    note = f"{cls.__name__} predicts no tokens: {with_head} was taken"
+    config = {**source.config, "architectures": [with_head]}
+    return replace(source, config=config, notes=(*source.notes, note))
 
 
 def _language_model_of(source: Source) -> Source:

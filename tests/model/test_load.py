@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from exporting import build_tiny
+from published_configs import write_tiny
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from quantkit.errors import InputError
+from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect, map_module
-from quantkit.model.load import open_source
+from quantkit.model.load import build_on_meta, open_source
+from quantkit.model.reference import reference_model
 from quantkit.plan.select import choose
 
 TINY = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=40)
@@ -256,3 +260,39 @@ def test_a_shared_module_is_one_layer_with_aliases():
     model = map_module(nn.ModuleDict({"a": shared, "b": shared}), name="shared")
     (layer,) = model.layers
     assert (layer.name, layer.aliases, layer.calls) == ("a", ("b",), 2)
+
+
+@pytest.mark.parametrize("name", ["stabilityai/stablelm-2-12b", "swiss-ai/Apertus-8B-2509"])
+def test_models_whose_weights_cannot_be_initialised_are_built(name, tmp_path):
+    """Norms without a bias, and a buffer that the class reads while it is built."""
+    model = write_tiny(name, tmp_path)
+    module = build_on_meta(open_source(tmp_path))
+    shapes = {path: tuple(tensor.shape) for path, tensor in module.state_dict().items()}
+    assert shapes == {path: tuple(tensor.shape) for path, tensor in model.state_dict().items()}
+    assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
+    loaded = reference_model(open_source(tmp_path)).state_dict()
+    assert all(torch.equal(loaded[path], values) for path, values in model.state_dict().items())
+
+
+def test_a_norm_without_weights_is_named(tmp_path):
+    write_tiny("facebook/galactica-125m", tmp_path)
+    with pytest.raises(InputError, match=r"final_layer_norm: a norm without weights"):
+        inspect(str(tmp_path))
+
+
+def test_an_encoder_decoder_that_predicts_nothing_gets_its_head(tmp_path):
+    write_tiny("facebook/bart-base", tmp_path)
+    model_map = inspect(str(tmp_path))
+    assert model_map.architecture == "BartForConditionalGeneration"
+    assert "BartModel predicts no tokens: BartForConditionalGeneration was taken" in model_map.notes
+    assert not any("missing" in note for note in model_map.notes if "final_logits_bias" not in note)
+
+
+@pytest.mark.parametrize("family", ["ws_ffn", "quantkit_reference"])
+def test_a_field_that_the_class_does_not_read_changes_no_head(family, tmp_path):
+    row = FAMILIES[family]
+    build_tiny(row.tiny_class, dict(row.tiny)).save_pretrained(tmp_path)
+    before = inspect(str(tmp_path)).blocks
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": 24}))
+    assert inspect(str(tmp_path)).blocks == before

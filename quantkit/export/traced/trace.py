@@ -31,6 +31,7 @@ TASKS: dict[str, str] = {  # how a class name ends -> what optimum calls its tas
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
     "ForConditionalGeneration": "text2text-generation",
+    "MTModel": "text2text-generation",
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
