@@ -320,7 +320,7 @@ def require_counts(config: Mapping[str, Any], where: str) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             require_counts(value, where)
-        largest = MAX_COUNTS.get(key.rpartition("_")[2])
+        largest = MAX_COUNTS.get(str(key).rpartition("_")[2])  # labels have numbers as keys
         if largest and isinstance(value, int) and value > largest:
             raise InputError(f"'{key}' is {value}", where=where, allowed=f"up to {largest:,}")
 
