@@ -161,9 +161,9 @@ def write_tiny(name: str, folder: Path) -> Any:
         return None
     options = {key: value for key, value in config.items() if key != "model_type"}
     known = transformers.AutoConfig.for_model(config["model_type"], **options)
-    cls = getattr(transformers, config["architectures"][0], None) or type(
-        transformers.AutoModel.from_config(known)
-    )
+    name = config["architectures"][0]
+    fallback = transformers.AutoModelForCausalLM if name.endswith("ForCausalLM") else transformers.AutoModel
+    cls = getattr(transformers, name, None) or type(fallback.from_config(known))
     known._attn_implementation = "eager"  # the fused kernel of transformers 4.57 leaves out Gemma 2's cap
     torch.manual_seed(0)
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.evaluation.text import read_text
@@ -139,7 +138,9 @@ def with_defaults(recipe: Recipe, model_map: ModelMap, kind: str) -> Recipe:
     if recipe.fit == AUTO:
         recipe = override(recipe, {"fit": default_fit(recipe)})
     if recipe.transforms == AUTO:
-        recipe = override(recipe, default_transforms(recipe, model_map, kind))
+        is_smoothed = smooths_by_default(recipe, model_map, kind)
+        smoothing = {"transforms": ["smoothquant"], "smoothing": "quick"}
+        recipe = override(recipe, smoothing if is_smoothed else {"transforms": []})
     return recipe
 
 
@@ -153,10 +154,9 @@ def default_fit(recipe: Recipe) -> str:
     return "rtn" if bits >= 8 and not recipe.searches and not is_static else "gptq"
 
 
-def default_transforms(recipe: Recipe, model_map: ModelMap, kind: str) -> dict[str, Any]:
+def smooths_by_default(recipe: Recipe, model_map: ModelMap, kind: str) -> bool:
     """Quick smoothing of decoders: outlier channels spoil the scales of whole blocks."""
-    is_smoothed = kind == "decoder" and not recipe.random_weights and bool(smoothable(model_map))
-    return {"transforms": ["smoothquant"], "smoothing": "quick"} if is_smoothed else {"transforms": []}
+    return kind == "decoder" and not recipe.random_weights and bool(smoothable(model_map))
 
 
 def require_possible(recipe: Recipe, model_map: ModelMap, kind: str) -> None:
