@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantkit.errors import InputError
-from quantkit.files import read_json, reading
+from quantkit.files import expect, read_json, reading
 from quantkit.model.architectures.register import OWN_MODELS
 from quantkit.model.config import (
     FIRST_MAJOR_WITH_ROPE_PARAMETERS,
@@ -162,6 +162,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             allowed="a transformers config with a model_type such as 'gpt2'",
             next_step="add the model_type or save the model again with save_pretrained",
         )
+    expect(config, "architectures", list, where=path)
     return config
 
 

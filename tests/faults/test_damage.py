@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from parsers import CORPUS
+from parsers import CORPUS, PARSERS, prepare
 
 import quantkit
 from quantkit.errors import InputError
@@ -76,6 +77,22 @@ def test_damage_is_named(file, damage, folder, record_property):
             continue  # no artifact any more, which is said before
         with pytest.raises(InputError, match=file):
             open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("parser", "key", "value"),
+    [
+        ("report", "model", ["a"]),
+        ("report", "scheme", None),
+        ("weights index", "weight_map", {"lm_head.weight": "x" * 300}),
+    ],
+)
+def test_values_that_once_ended_in_a_traceback(parser, key, value, tmp_path):
+    folder = prepare(PARSERS[parser], tmp_path)
+    file = folder / PARSERS[parser].file
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(InputError, match=re.escape(str(file))):
+        PARSERS[parser].entry(folder, file)
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "longer"])
