@@ -102,13 +102,20 @@ def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
+def _max_positions(config: Any) -> int | None:
+    value = _first(config, "max_position_embeddings", "n_positions", "max_seq_len")
+    if value is not None and not isinstance(value, int):
+        raise InputError(f"max_position_embeddings is {value!r}", where="config.json", allowed="an integer")
+    return value
+
+
 def normalise(config: Any) -> ModelConfig:
     """The facts of a transformers config object of either version."""
     return ModelConfig(
         model_type=getattr(config, "model_type", "") or "",
         hidden_size=_first(config, "hidden_size", "d_model"),
         vocab_size=getattr(config, "vocab_size", None),
-        max_positions=_first(config, "max_position_embeddings", "n_positions", "max_seq_len"),
+        max_positions=_max_positions(config),
         is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         num_experts=_first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         num_active_experts=_first(config, "num_experts_per_tok", "num_experts_per_token", "moe_k"),

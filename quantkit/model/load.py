@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from quantkit.errors import InputError
-from quantkit.files import read_json, reading
+from quantkit.files import expect, read_json, reading
 from quantkit.model.architectures.register import OWN_MODELS
 from quantkit.model.config import (
     FIRST_MAJOR_WITH_ROPE_PARAMETERS,
@@ -164,6 +164,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             allowed="a transformers config with a model_type such as 'gpt2'",
             next_step="add the model_type or save the model again with save_pretrained",
         )
+    expect(config, "architectures", list, where=path)
     return config
 
 

@@ -14,11 +14,11 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from quantkit.errors import InputError
 from quantkit.runtime.machine.disk import LOCKS, cannot_write, open_lock, writing
-from quantkit.runtime.manifest import MANIFEST
+from quantkit.runtime.manifest import MANIFEST, is_plain
 
 COMPILED = "compiled"  # folder of an artifact that `bench --provider` fills later
 HELD: dict[Path, int] = {}  # claimed folder -> descriptor of its lock
@@ -197,12 +197,8 @@ def _files_in(folder: Path) -> Iterator[str]:
 
 def file_inside(folder: Path, name: str) -> Path | None:
     """The file of a manifest's name, if it lies in the folder under that name, links followed."""
-    parts = PurePosixPath(name).parts
-    is_plain = name.isprintable() and "/".join(parts) == name and not {"..", "/"} & {*parts}
-    if not is_plain or "\\" in name or ":" in name:
-        return None
     path = folder / name
-    return path if _real(path).is_relative_to(_real(folder)) else None
+    return path if is_plain(name) and _real(path).is_relative_to(_real(folder)) else None
 
 
 def _real(path: Path) -> Path:

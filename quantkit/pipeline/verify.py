@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.pipeline.folder import folder_bytes
+from quantkit.errors import InputError
 from quantkit.runtime.manifest import require_whole
 
 
@@ -21,5 +21,9 @@ class Verified:
 def verify(folder: str | Path, *, check: str = "all") -> Verified:
     """Compare the files of an artifact, a package or a split model with its manifest; any fault raises."""
     path = Path(folder).expanduser()
-    files = require_whole(path, check).get("files", {})
-    return Verified(folder=path, num_files=len(files), num_bytes=folder_bytes(path))
+    if check == "none":
+        raise InputError("'none' compares no file", where="--check", allowed="all, quick")
+    files = require_whole(path, check)["files"]
+    return Verified(
+        folder=path, num_files=len(files), num_bytes=sum((path / name).stat().st_size for name in files)
+    )

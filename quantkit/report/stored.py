@@ -28,6 +28,9 @@ def read_document(folder: Path) -> dict[str, Any]:
     missing = [key for key in REQUIRED if key not in document]
     if missing:
         raise InputError(f"not a report: {', '.join(missing)} missing", where=str(path), next_step=AGAIN)
+    unnamed = [key for key in REQUIRED[:3] if not isinstance(document[key], str)]
+    if unnamed:
+        raise InputError(f"not a report: {', '.join(unnamed)} no text", where=str(path), next_step=AGAIN)
     return document
 
 

@@ -119,12 +119,12 @@ def decoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> 
         if name.startswith(PAST) and len(value.shape) == 4 and isinstance(value.shape[1], int)
     )
     metadata = metadata_of(session)
-    widths = (value.shape[-1] for value in session.get_outputs() if value.name == "logits")
+    sizes = (size for value in session.get_outputs() if value.name == "logits" for size in value.shape[-1:])
     return Decoder(
         session=session,
         caches=caches,
         context=int(metadata.get("max_positions") or 2048),
-        vocab_size=int(next(widths, 0)),
+        vocab_size=next((size for size in sizes if isinstance(size, int)), 0),  # others: a name, or None
         folder=folder,
         metadata=metadata,
         cache_type=TYPES[inputs[caches[0][0]].type] if caches else np.float32,

@@ -52,19 +52,20 @@ def read_config(folder: Path, file: Path) -> None:
 
 
 @cache
-def _expected() -> dict[str, Any]:
+def _module() -> Any:
     from quantkit.model.load import build_on_meta, open_source
 
-    return build_on_meta(open_source(CORPUS / "model")).state_dict(keep_vars=True)
+    return build_on_meta(open_source(CORPUS / "model"))
 
 
 def read_weights(folder: Path, file: Path) -> None:
-    from quantkit.model.weights.headers import compare, read_headers
-    from quantkit.model.weights.tensors import open_tensors
+    from quantkit.model.load import open_source
+    from quantkit.model.weights.open import header_notes, open_tensors, tensors_by_name
 
-    compare(read_headers(folder), _expected(), prefix="model.", where=str(folder))
-    tensors = open_tensors(folder)
-    for name in _expected():
+    source, module = open_source(folder), _module()
+    header_notes(source, module)
+    tensors = open_tensors(source, module)
+    for name in tensors_by_name(module):
         tensors.read(name)
 
 

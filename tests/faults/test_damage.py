@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from parsers import CORPUS
+from parsers import CORPUS, PARSERS, prepare
 
 import quantkit
 from quantkit.errors import InputError
+from quantkit.pipeline.package import pack
 from quantkit.pipeline.verify import verify
 from quantkit.private.host.model import open_host
 from quantkit.runtime import manifest
@@ -74,6 +79,22 @@ def test_damage_is_named(file, damage, folder, record_property):
             open_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("parser", "key", "value"),
+    [
+        ("report", "model", ["a"]),
+        ("report", "scheme", None),
+        ("weights index", "weight_map", {"lm_head.weight": "x" * 300}),
+    ],
+)
+def test_values_that_once_ended_in_a_traceback(parser, key, value, tmp_path):
+    folder = prepare(PARSERS[parser], tmp_path)
+    file = folder / PARSERS[parser].file
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(InputError, match=re.escape(str(file))):
+        PARSERS[parser].entry(folder, file)
+
+
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "longer"])
 def test_a_damaged_manifest_is_named(damage, folder):
     if damage == "a flipped bit":
@@ -98,10 +119,79 @@ def test_hashes_that_are_zero_or_absent_and_files_that_are_not_listed(folder):
         verify(folder)
 
 
-def test_a_manifest_that_points_outside(folder):
-    change_manifest(folder, lambda files: files.update({"../../etc/passwd": "0" * 64}))
-    with pytest.raises(InputError, match="lies outside of the folder"):
-        verify(folder)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../../etc/passwd", "lies outside of the folder"),
+        ("/etc/passwd", "lies outside of the folder"),
+        ("", "lies outside of the folder"),
+        (".", "lies outside of the folder"),
+        ("./config.json", "lies outside of the folder"),
+        ("..\\..\\x", "lies outside of the folder"),
+        ("\0", "lies outside of the folder"),
+        ("x" * 300, "is missing"),
+        ("a/" * 3000 + "b", "is missing"),
+        ("config.json/x", "is missing"),
+        ("Config.json", "is missing"),
+    ],
+)
+def test_names_of_a_manifest(name, words, folder, tmp_path):
+    pack(folder, tmp_path / "package")
+    change_manifest(folder, lambda files: files.update({name: "0" * 64}))
+    for open_folder in (verify, quantkit.load):
+        with pytest.raises(InputError, match=words):
+            open_folder(folder)
+    with pytest.raises(InputError, match="the folder is damaged"):
+        pack(folder, tmp_path / "other")
+    change_manifest(tmp_path / "package", lambda files: files.update({name: "0" * 64}))
+    command = [sys.executable, str(tmp_path / "package" / "run.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("is not as it was packed; copy the package again\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_a_link(folder, tmp_path):
+    file = folder / "config.json"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")  # as the Hub's cache does
+    verify(folder)
+    with pytest.raises(InputError, match=r"config\.json lies outside"):
+        pack(folder, tmp_path / "package")
+    for target in ("/dev/zero", "config.json", "nowhere", "."):
+        file.unlink()
+        file.symlink_to(target)
+        with pytest.raises(InputError, match=r"config\.json is missing"):
+            quantkit.load(folder)
+
+
+def test_copies_that_are_whole(folder, tmp_path):
+    """As git, the Hub, a file manager and `cp` leave them."""
+    for name in (".git/objects/a", ".gitattributes", ".cache/huggingface/download/config.json.metadata"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+    (tmp_path / "link").symlink_to(folder)
+    pack(tmp_path / "link", tmp_path / "package.zip")
+    with zipfile.ZipFile(tmp_path / "package.zip") as package:
+        package.extractall(tmp_path / "extracted")
+    for path in (folder, tmp_path / "link", tmp_path / "extracted" / "package"):
+        verify(path)
+    assert quantkit.load(tmp_path / "link").generate("w1", max_new_tokens=1)
+
+
+def test_an_artifact_of_a_version_without_sums(folder):
+    document = json.loads((folder / "manifest.json").read_text())
+    document.pop("sums", None)
+    (folder / "manifest.json").write_text(json.dumps(document))
+    assert quantkit.load(folder).folder == verify(folder).folder
+    (folder / "manifest.json").write_text(json.dumps({**document, "files": None}))
+    with pytest.raises(InputError, match=r"lists no files.*next: make it again; --check none"):
+        quantkit.load(folder)
+    assert quantkit.load(folder, check="none").folder == folder
+    with pytest.raises(InputError, match="'none' compares no file"):
+        verify(folder, check="none")
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "missing"])

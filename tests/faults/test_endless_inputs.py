@@ -1,4 +1,4 @@
-"""Inputs that would never end: FIFOs, devices, aliases, numbers without measure; each is refused at once."""
+"""Inputs that would never end, or are of no type that was meant; each is refused at once."""
 
 from __future__ import annotations
 
@@ -106,6 +106,8 @@ def test_recipes(text, words, tmp_path):
         {"model_type": "gpt2", "architectures": None, "n_layer": 10**9},
         {"num_labels": 10**8},
         {"deep": "@deep@"},
+        {"architectures": 2},
+        {"max_position_embeddings": [64]},
         {"model_type": "mixtral", "architectures": None, "num_local_experts": 10**9},
     ],
     ids=str,

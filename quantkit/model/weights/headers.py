@@ -122,7 +122,8 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
             allowed="plain file names",
             next_step="do not use this checkpoint unless you know where it comes from",
         )
-    missing_files = sorted({file for file in entries.values() if not (folder / file).exists()})
+    with reading(index, "not a safetensors index", allowed=allowed):  # names may be too long for files
+        missing_files = sorted({file for file in entries.values() if not (folder / file).exists()})
     if missing_files:
         raise InputError(
             f"{len(missing_files)} shards are missing ({', '.join(missing_files[:3])})",

@@ -71,7 +71,7 @@ def require_whole(manifest: dict[str, Any], *, everything: bool) -> None:
         sys.exit("manifest.json is damaged; copy the package again")
     for name, sha256 in files.items():
         uses_sums = not everything and name in sums
-        is_there = "\0" not in name and (HERE / name).is_file()
+        is_there = os.path.isfile(HERE / name)  # noqa: PTH113 - Path.is_file raises on long names
         if not is_there or (sum_of(name) != sums[name] if uses_sums else sha256_of(name) != sha256):
             sys.exit(f"{name} is not as it was packed; copy the package again")
 

@@ -30,8 +30,9 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from quantkit.files import reading
 from quantkit.runtime.graph import TYPES
-from quantkit.runtime.machine.disk import temporary_folder
+from quantkit.runtime.machine.disk import OTHER_TEMPORARY, temporary_folder
 from quantkit.runtime.providers.table import Provider, open_on
 
 
@@ -180,7 +181,9 @@ def read_macs(path: Path, *, num_tokens: int = NUM_TOKENS) -> dict[str, int]:
             session.run(None, feeds_of(session, num_tokens=num_tokens))
         except Exception:  # compiled for another provider, or types that the CPU has no kernels for
             return {}
-        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        # onnxruntime writes the profile without a word where the disk is full.
+        with reading(folder, "the profile of onnxruntime is cut off", next_step=OTHER_TEMPORARY):
+            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     macs: Counter[str] = Counter()
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
