@@ -114,9 +114,11 @@ def decoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> 
     """A decoder on any provider; `caches` stay empty where the graph is no decoder."""
     inputs = {value.name: value for value in session.get_inputs()}
     caches = tuple(
-        (name, name.replace(PAST, PRESENT), int(value.shape[1]), int(value.shape[3]))
+        (name, name.replace(PAST, PRESENT), value.shape[1], value.shape[3])
         for name, value in inputs.items()
-        if name.startswith(PAST) and len(value.shape) == 4 and isinstance(value.shape[1], int)
+        if name.startswith(PAST)
+        and len(value.shape) == 4
+        and all(isinstance(size, int) for size in value.shape[1::2])
     )
     metadata = metadata_of(session)
     sizes = (size for value in session.get_outputs() if value.name == "logits" for size in value.shape[-1:])

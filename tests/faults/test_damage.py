@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 from parsers import CORPUS, PARSERS, prepare
 
@@ -216,3 +217,14 @@ def test_a_host_folder_is_checked_when_it_is_opened(tmp_path):
     flipped(folder / "model.onnx")
     with pytest.raises(InputError, match=r"model\.onnx differs"):
         open_host(folder, threads=1)
+
+
+def test_a_host_graph_whose_caches_have_no_width(tmp_path):
+    folder = shutil.copytree(CORPUS / "host", tmp_path / "host")
+    graph = onnx.load(folder / "model.onnx")
+    for value in graph.graph.input:
+        if value.name.startswith("past_key_values"):
+            value.type.tensor_type.shape.dim[3].Clear()
+    onnx.save(graph, folder / "model.onnx")
+    with pytest.raises(InputError, match=r"model\.onnx: not the blocks of a split model"):
+        open_host(folder, threads=1, check="none")

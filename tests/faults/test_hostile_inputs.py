@@ -16,7 +16,7 @@ from parsers import PARSERS
 
 pytestmark = pytest.mark.once
 CASES = int(os.environ.get("QUANTKIT_FAULT_CASES", "30"))
-SECONDS = 120.0  # of a parser: all of them take half an hour on two cores
+SECONDS = 80.0  # of a parser: with the rest of --faults half an hour on two cores
 STUCK_SECONDS = 900.0
 FUZZ = Path(__file__).with_name("fuzz.py")
 
