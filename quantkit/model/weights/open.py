@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from quantkit.errors import InputError
+from quantkit.files import reading
 from quantkit.model.families import family_of
 from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable
 from quantkit.model.model_map import ModelMap
@@ -128,7 +129,8 @@ def _initialised(module: nn.Module, owner: nn.Module, leaf: str) -> torch.Tensor
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for parameter in alone.parameters():
             parameter.fill_(torch.nan)
-        getattr(module, "_init_weights", lambda _: None)(alone)
+        with reading("config.json", "its settings of the initialiser are not right"):
+            getattr(module, "_init_weights", lambda _: None)(alone)
     return alone.get_parameter(leaf).float()
 
 
