@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -42,8 +43,7 @@ def read_ropes(base: nn.Module) -> Mapping[str, Rope]:
     if rotary is None:  # quantkit's own models
         config: Any = base.config
         return {FULL: Rope(theta=float(config.rope_theta), rotary_dim=None)}
-    # Made again from the config: meta devices hold no values, and long texts change them in place.
-    fresh = type(rotary)(rotary.config)
+    fresh = _remade(rotary)
     names = [
         name for name, _ in fresh.named_buffers() if name.endswith(FREQUENCIES) and "original" not in name
     ]
@@ -53,7 +53,13 @@ def read_ropes(base: nn.Module) -> Mapping[str, Rope]:
         kinds = [name.removesuffix(f"_{FREQUENCIES}") for name in names]
         ropes = {kind: _rope(fresh, kind) for kind in kinds}
     local = getattr(base, "rotary_emb_local", None)  # transformers 4.57: a second module, in Gemma 3
-    return ropes if local is None else {**ropes, SLIDING: _rope(type(local)(local.config), "")}
+    return ropes if local is None else {**ropes, SLIDING: _rope(_remade(local), "")}
+
+
+def _remade(rotary: Any) -> Any:
+    """The module made again from its config: meta devices hold no values, and long texts change them."""
+    with torch.device("cpu"):
+        return type(rotary)(rotary.config)
 
 
 def _rope(rotary: Any, kind: str) -> Rope:
