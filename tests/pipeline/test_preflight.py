@@ -100,7 +100,7 @@ def test_a_disk_without_space(place, folder, monkeypatch):
     monkeypatch.setattr("quantkit.pipeline.stages.preflight.shutil.disk_usage", usage)
     message = refused(folder, monkeypatch, fit="gptq")
     assert str(full) in message
-    assert "GB are free" in message
+    assert "MB are free" in message
     assert ("-o" if place == "out" else "--statistics") in message
 
 

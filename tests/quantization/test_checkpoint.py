@@ -127,7 +127,7 @@ def test_a_tensor_that_did_not_come_is_our_own_mistake(tmp_path):
         write_checkpoint(tmp_path / "w", SPECS, parts, {})
 
 
-SIZES = {"vocab_size": 61, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 40}
+SIZES = {"vocab_size": 61, "n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 40}
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def require_space(resolved: Resolved, output: Path) -> None:
         free = shutil.disk_usage(existing).free
         if num_bytes > free:
             raise InputError(
-                f"the run needs {num_bytes / 1e9:.1f} GB there, and {free / 1e9:.1f} GB are free",
+                f"the run needs {num_bytes / 1e6:,.0f} MB there, and {free / 1e6:,.0f} MB are free",
                 where=str(folder),
                 next_step=next_step,
             )
