@@ -13,6 +13,7 @@ from quantkit import quantize
 from quantkit.evaluation.float_error import check_prompts, float_error
 from quantkit.evaluation.reference import transformers_reference
 from quantkit.evaluation.verdict import FLOAT_ERROR
+from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.model.load import open_source
 from quantkit.pipeline.stages import write
@@ -42,6 +43,7 @@ def test_float_graphs_of_every_family_equal_transformers_without_eval(family, tm
     assert report.judgement is None and report.is_sound
 
 
+@pytest.mark.skipif(bool(why_not_trace()), reason="optimum-onnx does not run beside this transformers")
 @pytest.mark.parametrize("family", ["t5", "bloom"])
 def test_traced_graphs_are_compared_too(family, tmp_path):
     report = quantize(save_tiny(family, tmp_path / "model"), output=tmp_path / "out", **QUICK).report
@@ -88,6 +90,8 @@ def test_one_wrong_fact_is_beyond_the_limit(family, change, tmp_path):
     prompts = check_prompts(config, vocab_size=config["vocab_size"], num_parameters=1, most_tokens=20)
     right = float_error(tmp_path / "out", transformers_reference(open_source(folder)), prompts, pad_id=0)
     assert right.largest_error < 1e-5
+    if "rope_theta" in change and "rope_parameters" in config:  # where transformers 5 keeps it
+        change = {"rope_parameters": {**config["rope_parameters"], **change}}
     (tmp_path / "model/config.json").write_text(json.dumps({**config, **change}))
     wrong = float_error(tmp_path / "out", transformers_reference(open_source(folder)), prompts, pad_id=0)
     assert wrong.largest_error > FLOAT_ERROR.broken

@@ -351,7 +351,7 @@ def test_on_the_npu_and_from_what_was_compiled_for_it(npu_artifact, tmp_path):
     # Where the graphs themselves are gone, only their compiled forms can have answered.
     (packed.path / "weights.data").unlink()
     made = subprocess.run(
-        [sys.executable, str(packed.path / "run.py"), PROMPTS[0], *options, "--json"],
+        [sys.executable, str(packed.path / "run.py"), PROMPTS[0], *options, "--json", "--no-check"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
