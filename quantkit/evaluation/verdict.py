@@ -6,7 +6,7 @@ has the measurements of real models that the limits come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -54,9 +54,9 @@ def judge(*records: Accuracy | Similarity | ProviderAccuracy | FloatError | None
     readings = [reading for record in records if record for reading in READINGS[type(record)](record)]
     verdicts = [(verdict_of(*reading), reading) for reading in readings]
     reasons = tuple(_reason(verdict, reading) for verdict, reading in verdicts if verdict != Verdict.FAITHFUL)
-    worst = max((verdict for verdict, _ in verdicts), key=list(Verdict).index, default=Verdict.FAITHFUL)
     is_judged = reasons or any(limit is not FLOAT_ERROR for limit, _, _ in readings)
-    return Judgement(verdict=worst, reasons=reasons) if is_judged else None
+    verdict = _worst(verdict for verdict, _ in verdicts)
+    return Judgement(verdict=verdict, reasons=reasons) if is_judged else None
 
 
 def judge_providers(runs: Sequence[ProviderRun]) -> Judgement | None:
@@ -66,11 +66,15 @@ def judge_providers(runs: Sequence[ProviderRun]) -> Judgement | None:
     if not judged:
         return None
     return Judgement(
-        verdict=max((judgement.verdict for judgement in judged.values()), key=list(Verdict).index),
+        verdict=_worst(judgement.verdict for judgement in judged.values()),
         reasons=tuple(
             f"{provider}: {reason}" for provider, judgement in judged.items() for reason in judgement.reasons
         ),
     )
+
+
+def _worst(verdicts: Iterable[Verdict]) -> Verdict:
+    return max(verdicts, key=list(Verdict).index, default=Verdict.FAITHFUL)
 
 
 def is_broken(judgement: Judgement | None) -> bool:

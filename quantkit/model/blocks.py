@@ -127,8 +127,9 @@ def _is_causal(module: Any, stack: Stack, facts: Mapping[str, Any]) -> bool:
 def _scale(module: Any, head_dim: int, index: int) -> float | None:
     """The factor of the attention scores; None for 1 / sqrt(head_dim)."""
     scale: float | None = getattr(module, "scaling", None)
-    if scale is None:  # under transformers 4.57 GPT-2 has its switches alone, encoders none, and T5 does not scale
-        is_scaled = getattr(module, "scale_attn_weights", not hasattr(module, "relative_attention_num_buckets"))
+    if scale is None:  # under transformers 4.57: GPT-2 has switches, T5 does not scale, encoders do
+        is_t5 = hasattr(module, "relative_attention_num_buckets")
+        is_scaled = getattr(module, "scale_attn_weights", not is_t5)
         scale = head_dim**-0.5 if is_scaled else 1.0
         scale /= index + 1 if getattr(module, "scale_attn_by_inverse_layer_idx", False) else 1
     return None if scale == head_dim**-0.5 else scale

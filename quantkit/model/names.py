@@ -72,9 +72,13 @@ def checkpoint_name(path: str, family: Family | None) -> str:
     return path
 
 
+def family_of_module(module: nn.Module) -> Family | None:
+    return family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+
+
 def modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model by their checkpoint names, a shared module under each of its names."""
-    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    family = family_of_module(module)
     return {
         checkpoint_name(path, family): child for path, child in module.named_modules(remove_duplicate=False)
     }

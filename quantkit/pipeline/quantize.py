@@ -127,8 +127,10 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
         resumes=settings.resume,
         trust_remote_code=settings.trust_remote_code,
     )
-    output = settings.output or Path(f"{resolved.source.name.replace('/', '--')}-{resolved.recipe.scheme}")
-    check_output(output, recipe, settings)
+    output = settings.output
+    if output is None:
+        output = Path(f"{resolved.source.name.replace('/', '--')}-{resolved.recipe.scheme}")
+        check_output(output, recipe, settings)
     require_space(resolved, output)
     with new_artifact(output, force=settings.force) as folder, resumable(resolved):
         prepared = prepare(resolved)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,9 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.files import reading
-from quantkit.model.families import family_of
 from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable
 from quantkit.model.model_map import ModelMap
-from quantkit.model.names import checkpoint_name, find_prefix
+from quantkit.model.names import checkpoint_name, family_of_module, find_prefix
 from quantkit.model.weights.headers import StoredTensor, absent, compare, match, read_headers
 from quantkit.model.weights.scales import require_readable, why_not_read, with_scales
 from quantkit.model.weights.tensors import CheckpointTensors, RandomTensors, TensorSource
@@ -69,28 +69,40 @@ def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, s
     return open_tensors(source, module)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """The headers of a source beside the tensors of its module; weights are not read."""
+
+    stored: Mapping[str, StoredTensor]  # with their scales, by their own names
+    expected: Mapping[str, torch.Tensor]  # what the module has, by its names in checkpoints
+    matched: Mapping[str, StoredTensor]  # by the names of `expected`
+    computed: Mapping[str, NDArray[np.float32]]  # what no file holds and the class computes
+
+
+def read_checkpoint(source: Source, module: nn.Module) -> Checkpoint:
+    stored = with_scales(read_headers(source.folder), source.quantization) if source.folder else {}
+    expected = tensors_by_name(module)
+    matched = match(stored, expected, prefixes=prefixes_of(module))
+    computed = _computed(module, absent(matched, expected)) if matched else {}
+    return Checkpoint(stored=stored, expected=expected, matched=matched, computed=computed)
+
+
 def open_tensors(source: Source, module: nn.Module) -> CheckpointTensors:
     """The module's weights in the source's folder; headers are read, weights are not."""
     assert source.folder is not None
     require_readable(source.quantization, source.folder, source.name)
-    stored = stored_weights(source)
-    if not stored:
+    found = read_checkpoint(source, module)
+    if not found.stored:
         raise InputError(
             "the folder holds no safetensors weights",
             where=str(source.folder),
             next_step="copy model.safetensors into it, or pass --random-weights for speed and size only",
         )
-    expected = tensors_by_name(module)
-    matched = match(stored, expected, prefixes=prefixes_of(module))
-    computed = _computed(module, absent(matched, expected))
-    tensors = CheckpointTensors(stored=matched, aliases=_aliases(expected), computed=computed)
+    tensors = CheckpointTensors(
+        stored=found.matched, aliases=_aliases(found.expected), computed=found.computed
+    )
     tensors.source_bytes()  # a type that is not read is refused here
     return tensors
-
-
-def stored_weights(source: Source) -> dict[str, StoredTensor]:
-    """The tensors of the source's folder with their scales; empty where there are none."""
-    return with_scales(read_headers(source.folder), source.quantization) if source.folder else {}
 
 
 def header_notes(source: Source, module: nn.Module) -> list[str]:
@@ -98,26 +110,24 @@ def header_notes(source: Source, module: nn.Module) -> list[str]:
     reason = why_not_read(source.quantization)
     if reason:
         return [f"{reason}: they are not read" if source.folder else reason]
-    stored, expected = stored_weights(source), tensors_by_name(module)
-    matched = match(stored, expected, prefixes=prefixes_of(module))
-    if matched:
-        for name in _computed(module, absent(matched, expected)):
-            del expected[name]
-    return compare(stored, matched, expected, where=source.name)
+    found = read_checkpoint(source, module)
+    expected = {name: tensor for name, tensor in found.expected.items() if name not in found.computed}
+    return compare(found.stored, found.matched, expected, where=source.name)
 
 
 def _computed(module: nn.Module, names: Collection[str]) -> dict[str, NDArray[np.float32]]:
     """Those weights that the class computes and does not train, such as Marian's table of sinusoids.
 
-    Its own initialiser gives them, the same twice; Marian's checkpoints leave them out.
+    Its own initialiser gives them, the same twice; Marian's checkpoints leave them out. Classes of torch
+    itself compute none.
     """
-    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    family = family_of_module(module)
     computed = {}
     for path, _ in module.named_parameters():
         name = checkpoint_name(path, family)
-        if name in names:
-            owner, _, leaf = path.rpartition(".")
-            first, second = (_initialised(module, module.get_submodule(owner), leaf) for _ in range(2))
+        owner = module.get_submodule(path.rpartition(".")[0])
+        if name in names and not type(owner).__module__.startswith("torch.nn."):
+            first, second = (_initialised(module, owner, path.rpartition(".")[2]) for _ in range(2))
             if not first.requires_grad and torch.equal(first, second):
                 computed[name] = first.numpy()
     return computed
@@ -136,14 +146,14 @@ def _initialised(module: nn.Module, owner: nn.Module, leaf: str) -> torch.Tensor
 
 def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
     """The module's tensors by their names in checkpoints, a shared one under each of its names."""
-    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    family = family_of_module(module)
     state = module.state_dict(keep_vars=True)
     return {checkpoint_name(path, family): tensor for path, tensor in state.items()}
 
 
 def prefixes_of(module: nn.Module) -> tuple[str, ...]:
     """What a model with a head puts before the names of its base model."""
-    family = family_of(getattr(getattr(module, "config", None), "model_type", "") or "")
+    family = family_of_module(module)
     prefixes = (find_prefix(module, family), f"{getattr(module, 'base_model_prefix', '')}.")
     return tuple(dict.fromkeys(prefix for prefix in prefixes if prefix.strip(".")))
 

@@ -11,13 +11,11 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
@@ -40,19 +38,14 @@ from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.quick import quick_peaks
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics, StatisticsOf
 from quantkit.quantization.calibration.store import StatisticsFile
-from quantkit.quantization.grid import decode_all
 from quantkit.quantization.rounding import FITS
-from quantkit.quantization.rounding.rtn import round_to_nearest
-from quantkit.quantization.simulate import rounding_of
 from quantkit.quantization.transforms import TRANSFORMS, Transform
-from quantkit.quantization.transforms.alpha import Smoothing, search_alpha
+from quantkit.quantization.transforms.alpha import Smoothing
 from quantkit.quantization.transforms.settings import TransformSettings
-from quantkit.quantization.transforms.smoothquant import Rule, smoothable
-from quantkit.quantization.transforms.spaces import spaces_of
+from quantkit.quantization.transforms.strengths import search_strengths
 from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
-SEARCHED_ROWS = 256  # of a space's input, for the strength of smoothing
 BATCH = 4  # windows that run at once
 QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that looks for outliers
 
@@ -185,7 +178,16 @@ def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Pr
         file, prepared = _calibrate(prepared, needs, f"{number}-{name}")
         statistics = {matrix: file.read(matrix) for matrix in file.requested if matrix not in file.unreached}
         scaled_by = {matrix: getattr(record, FIELDS[row.statistic]) for matrix, record in statistics.items()}
-        smoothing = _search_strengths(prepared, name, statistics, scaled_by)
+        smoothing = search_strengths(
+            prepared.model_map,
+            prepared.weights,
+            transform=name,
+            formats={layer: prepared.formats[layer] for layer in prepared.planned},
+            statistics=statistics,
+            scaled_by=scaled_by,
+            unties_head=recipe.unties_head,
+            progress=prepared.resolved.progress,
+        )
         alphas = {choice.space: choice.alpha for choice in smoothing}
         settings = replace(settings, statistics=scaled_by, alpha=alphas)
         prepared = replace(prepared, smoothing=(*prepared.smoothing, *smoothing))
@@ -215,68 +217,6 @@ def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tupl
         peaks = quick_peaks(module, model_map, windows_NT, matrices)
         count(int(windows_NT.size))
     return dict(peaks), notes
-
-
-def _search_strengths(
-    prepared: Prepared,
-    transform: str,
-    statistics: Mapping[str, InputStatistics],
-    scaled_by: Mapping[str, NDArray[Any]],
-) -> tuple[Smoothing, ...]:
-    """The smoothing strength of each space with the smallest error of its readers' outputs."""
-    recipe, model_map = prepared.resolved.recipe, prepared.model_map
-    rule: Rule = "awq" if transform == "awq" else "smoothquant"
-    names = set(smoothable(model_map, unties_head=recipe.unties_head))
-    spaces = [space for space in spaces_of(model_map) if space.name in names]
-    layers = {layer.name: layer for layer in model_map.layers}
-    choices = []
-    with prepared.resolved.progress.stage(
-        f"{transform}: strengths", total=len(spaces), unit="spaces"
-    ) as count:
-        for space in spaces:
-            count(1)
-            readers = [layers[name] for name in space.readers if name in prepared.planned]
-            if not readers or len(readers) != len(space.readers) or readers[0].matrix not in statistics:
-                continue
-            sample_TI = statistics[readers[0].matrix].sample_TI
-            if sample_TI is None:
-                continue
-            choice = search_alpha(
-                model_map,
-                prepared.weights,
-                space,
-                sample_TI=sample_TI[:SEARCHED_ROWS],
-                statistics=scaled_by,
-                rule=rule,
-                round_inputs=_input_rounding(prepared.formats[readers[0].name], readers[0]),
-                round_weights=_weight_rounding(prepared.formats[readers[0].name]),
-            )
-            if choice:
-                choices.append(choice)
-    return tuple(choices)
-
-
-def _input_rounding(chosen: Format, reader: Layer) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """How the runtime will round the space's values."""
-    if chosen.is_static:  # the range moves with the scales, so it is taken from the scaled sample itself
-        chosen = replace(chosen, activations="tensor")
-    rounding = rounding_of(chosen, reader.role, None)
-
-    def round_inputs(x_TI: NDArray[Any]) -> NDArray[Any]:
-        rounded: NDArray[Any] = rounding(torch.from_numpy(np.ascontiguousarray(x_TI))).numpy()
-        return rounded
-
-    return round_inputs
-
-
-def _weight_rounding(chosen: Format) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """How rounding to nearest will change the readers' weights."""
-
-    def round_weights(weight_OI: NDArray[Any]) -> NDArray[Any]:
-        rows_OI = np.asarray(weight_OI, np.float32)
-        return decode_all(round_to_nearest(rows_OI, chosen.grid), rows_OI.shape[1])
-
-    return round_weights
 
 
 def _calibrate(
