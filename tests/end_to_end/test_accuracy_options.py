@@ -10,9 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import yaml
+from commands import quantkit as run_here
 from exporting import build_tiny
 from stored import open_checkpoint
-from test_quantize import quantkit as run_here
 
 from quantkit.model.families import FAMILIES
 
@@ -119,7 +119,7 @@ def test_layers_may_have_schemes_of_their_own(cache, tmp_path):
     assert said.stdout.startswith("The king")
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_budget_is_held_on_unseen_text_by_a_smaller_model_than_any_uniform_one(cache, tmp_path):
     out = tmp_path / "out"
     ran = quantkit(
@@ -148,7 +148,7 @@ def test_a_budget_is_held_on_unseen_text_by_a_smaller_model_than_any_uniform_one
     assert (tmp_path / "again" / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_held_ends_with_the_best_there_is_and_exit_code_1(cache, tmp_path):
     out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
     recipe.write_text("budget: {max_kl: 1.0e-9, evaluations: 2}\nfit: output\n")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import transformers
+from commands import quantkit
 from exporting import build_tiny
-from test_quantize import quantkit
 
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_quantize import quantkit, refused
+from commands import quantkit, refused
 
 from quantkit.runtime.providers.trial import ProviderChoice, outcome_of, run_limited
 

@@ -5,30 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import quantkit, quantkit_alone, refused
 
-
-def quantkit(*arguments: str, cwd=None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quantkit.cli", *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "110"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, cwd=cwd, check=False
-    )
-
-
-def refused(*arguments: str) -> str:
-    result = quantkit(*arguments)
-    assert result.returncode == 2, result
-    assert result.stdout == ""
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("quantkit: ")
-    return lines[0]
+pytestmark = pytest.mark.once
 
 
 def test_inspect_json_holds_the_contract():
@@ -110,7 +92,7 @@ def test_a_recipe_and_flags_that_override_it(tmp_path):
 
 
 def test_doctor_for_a_program():
-    result = quantkit("doctor", "--json")
+    result = quantkit_alone("doctor", "--json")
     assert result.returncode in (0, 1)
     document = json.loads(result.stdout)
     assert {provider["name"] for provider in document["providers"]} >= {"cpu", "cuda", "qnn", "openvino"}
@@ -146,5 +128,5 @@ def test_this_machine_is_measured_and_cached(tmp_path, monkeypatch):
 
 
 def test_version_and_help():
-    assert quantkit("--version").stdout.startswith("quantkit 0.")
+    assert quantkit_alone("--version").stdout.startswith("quantkit 0.")
     assert "inspect" in quantkit("--help").stdout

@@ -120,11 +120,18 @@ def test_the_disk_of_temporary_files_is_full(small_disk, tmp_path):
     assert done.returncode == bool(failures)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_stopped_run_cleans_up_and_goes_on(number, tmp_path):
     temporary, cache = tmp_path / "temporary", tmp_path / "cache"
     temporary.mkdir()
-    command = [sys.executable, "-m", "quantkit.cli", "quantize", "demo", "--fit", "gptq", "--no-eval"]
+    recipe = tmp_path / "temporary" / "recipe.yaml"
+    recipe.write_text(
+        "fit: gptq\ncalibration: {windows: 8, length: 64, gradient_windows: 0}\n"
+        "measure: {accuracy: false, latency: false, memory: false}\n"
+    )
+    command = [sys.executable, "-m", "quantkit.cli", "quantize", "demo", "--recipe", str(recipe)]
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

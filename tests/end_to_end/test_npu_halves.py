@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from commands import quantkit
 from exporting import build_tiny, error
 from fake_quantize import pack_values
 from hypothesis import given
 from hypothesis import strategies as st
 from stored import open_checkpoint
-from test_quantize import quantkit
 
 from quantkit.model.families import FAMILIES
 from quantkit.plan.formats import BITS_IN_HALVES, LARGEST_IN_HALVES, Grid

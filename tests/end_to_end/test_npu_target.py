@@ -13,8 +13,8 @@ import onnxruntime
 import pytest
 import torch
 import transformers
+from commands import quantkit, refused
 from exporting import build_tiny, error
-from test_quantize import quantkit, refused
 
 import quantkit as package
 from quantkit.errors import InputError
@@ -28,6 +28,8 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 from quantkit.runtime.static_decoder import StaticRow, open_raw, open_static_decoder, run_prompt
 from quantkit.runtime.tokenizer import open_text
+
+pytestmark = pytest.mark.once
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 SIZES = {"gpt2": {"n_positions": 96}, "llama": {"max_position_embeddings": 96}}

@@ -15,12 +15,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from commands import quantkit, refused
 from exporting import error
 from test_bench_kinds import RECIPE, STATIC, bench, made
-from test_quantize import quantkit, refused
 from transformers import AutoModelForCausalLM
 
 from quantkit.runtime.static_decoder import StaticRow, open_static_decoder, run_prompt
+
+pytestmark = pytest.mark.once
 
 IDS = np.random.default_rng(0).integers(1, 60, 20)
 GIVEN = 8

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -12,58 +10,24 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from commands import quantkit, quantkit_alone, refused
 from exporting import build_tiny
 from safetensors.numpy import load_file, save_file
-from test_cli import quantkit as quantkit_alone
 
-from quantkit import cli
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.pipeline.stages import export as export_stage
 from quantkit.runtime.decoder import open_decoder
 
 NEVER = ("--no-eval", "--min-dim", "1")
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a command did."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def quantkit(*arguments: str) -> Ran:
-    """The command in this process, where torch is loaded already; one test each starts a real one."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", ["quantkit", *arguments]),
-        pytest.raises(SystemExit) as ended,
-    ):
-        cli.main()
-    return Ran(returncode=int(ended.value.code or 0), stdout=out.getvalue(), stderr=err.getvalue())
-
-
-def refused(*arguments: str) -> str:
-    """The one line by which a wrong input is refused."""
-    ran = quantkit(*arguments)
-    assert ran.returncode == 2, ran
-    assert ran.stdout == ""
-    (line,) = (line for line in ran.stderr.strip().splitlines() if not line.startswith("note: "))
-    assert line.startswith("quantkit: ")
-    return line
 
 
 @pytest.fixture(scope="module")

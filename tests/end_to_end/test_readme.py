@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_quantize import quantkit as run_command
+from commands import quantkit as run_command
 
 from quantkit.recipe import Budget, Calibration, Measure, Recipe
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from commands import quantkit as run_quantkit
 from exporting import build_tiny
-from test_quantize import quantkit as run_quantkit
 
 from quantkit.evaluation.text import read_text
 from quantkit.export.traced.trace import why_not_trace

@@ -7,14 +7,16 @@ import json
 import shutil
 
 import pytest
+from commands import quantkit, refused
 from exporting import build_tiny
-from test_quantize import quantkit, refused
 
 from quantkit.evaluation.artifact import open_artifact, stored_recipe
 from quantkit.evaluation.benchmark import benchmark
 from quantkit.model.families import FAMILIES
 from quantkit.pipeline.options import with_options
 from quantkit.progress import Progress
+
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")

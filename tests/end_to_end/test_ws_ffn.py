@@ -11,13 +11,15 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from test_quantize import quantkit, refused
+from commands import quantkit, refused
 
 from quantkit.model.architectures.ws_ffn import WsFfnConfig, WsFfnForCausalLM
 from quantkit.model.companions import tokenizer_files
 from quantkit.model.load import open_source
 from quantkit.runtime.decoder import positions_of
 from quantkit.runtime.tokenizer import open_text
+
+pytestmark = pytest.mark.once
 
 SIZES = {
     "vocab_size": 4096,

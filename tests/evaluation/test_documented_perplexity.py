@@ -15,6 +15,8 @@ from quantkit.model.load import open_source
 from quantkit.model.reference import reference_logits
 from quantkit.runtime.tokenizer import open_text
 
+pytestmark = pytest.mark.once
+
 NUM_TOKENS = 1500  # not a whole number of windows: the last one is short
 
 

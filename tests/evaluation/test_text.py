@@ -8,6 +8,8 @@ from quantkit.errors import InputError
 from quantkit.evaluation.text import read_text
 from quantkit.recipe import Measure
 
+pytestmark = pytest.mark.once
+
 
 def test_a_text_comes_with_the_name_of_its_file(tmp_path):
     path = tmp_path / "held-out.txt"

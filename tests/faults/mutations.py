@@ -97,7 +97,7 @@ def json_files(draw: st.DrawFn, seed: bytes) -> bytes:
 
 @st.composite
 def yaml_files(draw: st.DrawFn, seed: bytes) -> bytes:
-    document = draw(documents(yaml.safe_load(seed)))
+    document = draw(documents(yaml.load(seed, yaml.CSafeLoader)))  # libyaml: ten times as fast
     text = json_text(document) if draw(st.booleans()) else _yaml_text(document)
     lines = text.splitlines()
     for _ in range(draw(st.integers(0, 2))):
@@ -107,7 +107,7 @@ def yaml_files(draw: st.DrawFn, seed: bytes) -> bytes:
 
 
 def _yaml_text(document: Any) -> str:
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=False)
+    return yaml.dump(document, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=False)
 
 
 @st.composite

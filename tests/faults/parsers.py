@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,16 @@ def read_statistics(folder: Path, file: Path) -> None:
         statistics.read(matrix)
 
 
+def read_part(folder: Path, file: Path) -> None:
+    """A part with the checksum that belongs to it, as one who means harm would write it."""
+    from quantkit.quantization.calibration.store import read_index
+
+    statistics = read_index(CORPUS / "statistics")
+    assert statistics is not None
+    for matrix in statistics.requested:
+        replace(statistics, folder=folder).read(matrix)
+
+
 def read_host(folder: Path, file: Path) -> None:
     from quantkit.private.host.model import open_host
 
@@ -279,7 +289,7 @@ PARSERS: dict[str, Parser] = {
     "artifact's recipe": Parser("artifact", "recipe.yaml", mutations.yaml_files, open_stored),
     "graph": Parser("artifact", "model.onnx", ONNX, read_graph),
     "statistics index": Parser("statistics", "index.json", JSON, read_statistics),
-    "statistics": Parser("statistics", "part_0001.safetensors", TENSORS, read_statistics),
+    "statistics": Parser("statistics", "part_0001.safetensors", TENSORS, read_part),
     "host manifest": Parser("host", "manifest.json", JSON, read_host),
     "host graph": Parser("host", "model.onnx", ONNX, read_host),
     "key": Parser("", "key.json", JSON, read_key, (CORPUS / "key.json").read_bytes()),

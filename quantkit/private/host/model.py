@@ -22,6 +22,7 @@ from quantkit.runtime.graph import MODEL_FILE, open_graph
 from quantkit.runtime.manifest import require_whole
 
 FEATURES, NEW_FEATURES = "features", "new_features"
+PLACE_SECONDS = 2  # to wait for a place
 MAX_TOKENS = 4096  # of one client, where the context is longer and --max-tokens is not given
 
 
@@ -34,7 +35,7 @@ class Host:
     pair: str
     max_tokens: int
     max_sessions: int
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the sessions
+    places: threading.Condition = field(default_factory=threading.Condition)  # of the sessions
     turn: threading.Lock = field(default_factory=threading.Lock)  # of the processor
     sessions: list[HostSession] = field(default_factory=list)
 
@@ -43,8 +44,9 @@ class Host:
             raise ProtocolError(
                 Status.CACHE_FULL, f"{capacity} tokens; a client may have up to {self.max_tokens}"
             )
-        with self.lock:
-            if len(self.sessions) >= self.max_sessions:
+        with self.places:
+            # Who has just closed a session and opens the next may come before the first has ended here.
+            if not self.places.wait_for(lambda: len(self.sessions) < self.max_sessions, PLACE_SECONDS):
                 raise ProtocolError(
                     Status.NO_ROOM, f"all {self.max_sessions} places are taken; try again later"
                 )
@@ -71,10 +73,11 @@ class HostSession:
 
     def close(self) -> None:
         """Frees the cache; closing twice is allowed."""
-        with self.host.lock:
+        with self.host.places:
             if self.state is not None:
                 self.host.sessions.remove(self)
                 self.state = None
+                self.host.places.notify()
             self.host.decoder.spare.clear()  # memory kept for the next text of a single-user decoder
 
 

@@ -78,7 +78,7 @@ def divergence(prepared, statistics, tokens_BT):
     return float((reference.exp() * (reference - changed)).sum(-1).mean())
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_predictions_on_unseen_text_gain(tmp_path):
     settings = {"model": "demo", "scheme": "int4_block32", "transforms": [], **FEW, **LAST}
     progress = Progress(quiet=True)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 MEASURED = """
 import resource, sys, numpy as np, torch, transformers
 from pathlib import Path
