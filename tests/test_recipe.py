@@ -181,7 +181,7 @@ RECIPES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(recipe=RECIPES)
 def test_what_is_dumped_reads_back_the_same(tmp_path_factory, recipe):
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"

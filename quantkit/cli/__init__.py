@@ -21,6 +21,7 @@ from quantkit.cli import bench  # isort: skip
 from quantkit.cli import compare  # isort: skip
 from quantkit.cli import package  # isort: skip
 from quantkit.cli import verify  # isort: skip
+from quantkit.cli import push  # isort: skip
 from quantkit.cli import doctor  # isort: skip
 from quantkit.cli import protect  # isort: skip
 from quantkit.cli import serve_host  # isort: skip
@@ -30,7 +31,7 @@ from quantkit.runtime.machine.disk import FULL
 
 __all__ = [
     "app", "bench", "compare", "doctor", "evaluate", "generate", "inspect", "lm_eval", "main", "package",
-    "protect", "quantize", "report", "serve_host", "verify",
+    "protect", "push", "quantize", "report", "serve_host", "verify",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from quantkit.pipeline.artifact import Artifact
 from quantkit.pipeline.folder import new_artifact, require_apart, require_replaceable
 from quantkit.pipeline.live_model import keep_texts, saved_model
 from quantkit.pipeline.options import Options, with_options
-from quantkit.pipeline.stages.documents import report_of, write_manifest, write_reports
+from quantkit.pipeline.stages.documents import report_of, write_card, write_manifest, write_reports
 from quantkit.pipeline.stages.export import write_companions
 from quantkit.pipeline.stages.float_reference import float_twin, measure_written
 from quantkit.pipeline.stages.preflight import require_space
@@ -146,6 +146,7 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
         report = report_of(written, measured, twin)
         write_reports(folder, report)
         write_manifest(folder, written)
+        write_card(folder, report, written)
     discard(prepared)
     return Artifact(output, report=report, check="none")
 

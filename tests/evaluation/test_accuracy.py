@@ -183,7 +183,7 @@ def test_the_logit_error_is_the_greatest_difference_over_the_greatest_logit():
     assert found.max_relative_logit_error == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(3, 60), st.floats(0.01, 30), st.floats(0.0, 5.0))
 def test_divergence_is_never_negative_and_equal_models_agree(seed, num_tokens, spread, noise):
     ids, reference = text_of(num_tokens, seed), model_of(seed, spread=spread)

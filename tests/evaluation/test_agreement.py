@@ -26,7 +26,7 @@ def case(seed: int, size: float, positions: int = 6) -> dict:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), size=st.sampled_from([0.0, 0.01, 0.3, 5.0]))
 def test_a_decoder_is_measured_as_torch_measures_it(seed: int, size: float) -> None:
     given_ = case(seed, size)

@@ -44,7 +44,7 @@ def naive(reference, quantized, ids, half, start_ids):
     return np.array(found)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(8, 60),
     window=st.integers(2, 16),

@@ -108,7 +108,7 @@ def test_a_wrong_formula_is_not_called_right(name, gap, words):
     assert any(words in line for line in check.differences)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["gpt2", "albert-base-v2", "t5-small", "gemma-3-270m", "phi-3-mini"]),
     min_dim=st.integers(1, 70000),
@@ -124,7 +124,7 @@ def test_the_rule_for_any_size(name, min_dim):
     assert plan.formula.agrees == (not plan.formula.differences)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(smaller=st.integers(1, 60000), more=st.integers(0, 5000))
 def test_a_larger_min_dim_never_chooses_more(smaller, more):
     chosen = [

@@ -269,7 +269,7 @@ def test_what_is_no_handshake_ends_the_connection(pair, client, wanted, capfd):
 RIGHT = features_message(np.ones((2, 3), np.float32), np.float32)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.one_of(
         st.binary(max_size=200),

@@ -38,7 +38,7 @@ def test_words_are_hmac_in_counter_mode():
     assert made == b"".join(blocks)[:80]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(key=KEYS, width=st.integers(1, 300))
 def test_every_order_names_each_place_once_and_comes_again(key, width):
     order = keyed_order(key, model=b"m", space="residual", width=width)

@@ -101,7 +101,7 @@ SHAPES = st.lists(
 
 
 @pytest.mark.once
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes=SHAPES)
 def test_any_tensors_are_aligned_without_gaps(tmp_path_factory, shapes):
     specs = [

@@ -22,7 +22,7 @@ VALUES = st.floats(-(2.0**126), 2.0**126, width=32, allow_subnormal=True) | st.f
 MATRICES = arrays.arrays(
     np.float32, st.tuples(st.integers(1, 4), st.integers(1, 70)), elements=VALUES, fill=st.just(0.0)
 )
-fast = settings(max_examples=80, deadline=None)
+fast = settings(max_examples=80)
 
 
 def naive_scale(values):

@@ -37,7 +37,7 @@ UNITS = st.lists(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=3), 
         for number, options in enumerate(drawn)
     )
 )
-fast = settings(max_examples=150, deadline=None)
+fast = settings(max_examples=150)
 
 
 def everything(units):

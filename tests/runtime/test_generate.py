@@ -26,7 +26,7 @@ SAMPLINGS = st.builds(
     top_k=st.integers(0, 14),
     top_p=st.floats(0.01, 1),
 )
-fast = settings(max_examples=80, deadline=None)
+fast = settings(max_examples=80)
 
 
 def naive_probabilities(row, sampling):

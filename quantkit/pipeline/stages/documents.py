@@ -1,4 +1,4 @@
-"""The documents of an artifact: report.json, report.md and manifest.json."""
+"""The documents of an artifact: report.json, report.md, its model card and manifest.json."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from quantkit.pipeline.stages.float_reference import Twin, measures_anything
 from quantkit.pipeline.stages.write import Written, layer_losses
 from quantkit.plan.targets import TARGETS
 from quantkit.recipe import dump_recipe
+from quantkit.report.card import CARD_FILE, model_card
 from quantkit.report.document import Report, Size, kept_projections, report_json
 from quantkit.report.quantization import quantization_page
 from quantkit.report.tables import to_markdown
@@ -89,8 +90,15 @@ def write_reports(folder: Path, report: Report) -> None:
     (folder / "report.md").write_text(to_markdown(quantization_page(document)), encoding="utf-8")
 
 
+def write_card(folder: Path, report: Report, written: Written) -> None:
+    """The model card. The manifest does not list it: people may write in it."""
+    kind, files = written.prepared.resolved.kind, [path.name for path in folder.iterdir()]
+    card = model_card(report_json(report), written.recipe, kind=kind, files=files)
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+
+
 def write_manifest(folder: Path, written: Written) -> None:
-    """Versions, plan, and a hash of every file; written last, as the sign of a whole folder."""
+    """Versions, plan, and a hash of every file; written after them, as the sign of a whole folder."""
     recipe, placement = written.recipe, written.exported.placement
     manifest = {
         "quantkit": quantkit.__version__,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from exporting import NOTHING, build_tiny, export
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.errors import InputError
@@ -126,7 +126,6 @@ def test_what_cannot_be_scored_is_refused(tiny):
             score_continuations(decoder, [pair], max_length=MAX_LENGTH, batch_size=1)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 20))
 def test_windows_score_each_token_once_with_as_much_context_as_fits(num_tokens, max_length):
     tokens = list(range(num_tokens))

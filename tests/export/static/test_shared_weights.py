@@ -38,7 +38,7 @@ def graph_of(tensors: dict[str, np.ndarray]) -> onnx.ModelProto:
         st.tuples(st.integers(1, 900), st.sampled_from(TYPES), st.integers(0, 3)), min_size=1, max_size=6
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_is_read_back_is_what_was_there(tensors, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     values = {

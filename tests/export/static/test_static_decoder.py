@@ -176,7 +176,7 @@ def test_what_has_no_static_graph_is_named(tmp_path):
     bits=st.sampled_from([8, 16]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_grid_reaches_its_ends_and_knows_zero(low, width, bits, seed):
     grid = ValueGrid.over(low, low + width, bits)
     values = np.random.default_rng(seed).uniform(low, low + width, 50).astype(np.float32)

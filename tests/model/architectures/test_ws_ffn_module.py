@@ -108,7 +108,7 @@ def test_output_and_losses_are_the_formulas(n_head):
     assert contrastive_loss(ffn.latents(x), 5e-3, 0.07).item() == pytest.approx(c_loss, rel=1e-10, abs=1e-16)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shape=st.tuples(*(st.integers(1, 4) for _ in range(4))),
     tau=st.floats(0.05, 2.0),

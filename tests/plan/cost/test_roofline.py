@@ -62,7 +62,7 @@ def test_estimates_agree_with_a_sum_by_hand():
     assert prefill.tokens_per_second == pytest.approx(128e3 / prefill.time_ms)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(factor=st.floats(1.01, 100), peak=st.floats(0.01, 1e4), bandwidth=st.floats(1, 1e4))
 def test_memory_time_scales_with_bandwidth_and_compute_time_with_the_peak(factor, peak, bandwidth):
     def device(peak: float, bandwidth: float) -> Machine:

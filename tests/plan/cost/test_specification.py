@@ -356,7 +356,7 @@ def test_notes_say_what_a_reader_must_know():
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(name=st.sampled_from(list(MAPS)), batch=st.integers(1, 64), length=st.integers(1, 900))
 def test_macs_and_cache_are_linear_in_the_batch(name, batch, length):
     one, many = (specify(MAPS[name], batch=size, length=length) for size in (1, batch))
@@ -366,7 +366,7 @@ def test_macs_and_cache_are_linear_in_the_batch(name, batch, length):
     assert many.memory_bytes == one.memory_bytes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(length=st.integers(1, 700), step=st.integers(1, 50))
 def test_a_prompt_in_two_passes_costs_as_much_as_its_projections_in_one(length, step):
     """Only scores differ: the full square of the whole against the smaller squares of the parts."""

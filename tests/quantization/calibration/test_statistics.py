@@ -23,7 +23,7 @@ def statistics_of(parts, wants=ALL, seed=0) -> InputStatistics:
     return InputStatistics(**arrays, **values)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     num_rows=st.integers(1, 1500),
     width=st.integers(1, 40),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.once
 PALEY = (4, 8, 12, 20, 24, 28, 32, 36, 44, 48, 60, 68, 72, 76, 80, 84, 104, 108)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(width=st.integers(1, 200), seed=st.integers(0, 5))
 def test_a_rotation_is_orthogonal(width, seed):
     rotation = random_hadamard(width, seed)

@@ -114,7 +114,7 @@ def make(edits):
     return tuple(made), whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(edits=EDITS, start=st.integers(0, ROWS - 1), count=st.integers(0, ROWS + 3))
 def test_any_rows_are_those_of_the_whole(edits, start, count):
     changes, whole = make(edits)
@@ -125,7 +125,7 @@ def test_any_rows_are_those_of_the_whole(edits, start, count):
     np.testing.assert_allclose(tensors.read("matrix"), whole, rtol=1e-11, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(first=EDITS, second=EDITS, start=st.integers(0, ROWS - 1), count=st.integers(1, ROWS))
 def test_changes_on_changes_round_once(first, second, start, count):
     edits, whole = make([*first, *second])

@@ -135,7 +135,7 @@ def test_changed_weights_beside_the_graph_are_a_changed_model(model):
     assert compiled.model_hash(model) != before
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(place=st.integers(0, len(RELU_MODEL) - 1), bit=st.integers(0, 7))
 def test_one_flipped_bit_of_a_kept_file_is_noticed(place, bit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bits")

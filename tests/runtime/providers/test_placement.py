@@ -69,7 +69,7 @@ def two_products(
     return save(path, nodes, {"x": [1, rows, width]}, weights, "y")
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.tuples(*[st.integers(1, 9)] * 4))
 def test_macs_of_products_are_rows_by_width_by_columns(tmp_path_factory, sizes) -> None:
     rows, width, inner, out = sizes

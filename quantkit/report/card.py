@@ -1,0 +1,100 @@
+"""The model card of an artifact: README.md in the Hub's form, from the recipe and the measurements alone.
+
+https://huggingface.co/docs/hub/model-cards
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+from quantkit.recipe import Recipe
+from quantkit.report.inspection import plan_lines
+from quantkit.report.measurements import measured_tables, protocol_lines, verdict_line
+from quantkit.report.tables import Json, Page, to_markdown
+
+CARD_FILE = "README.md"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+TASKS: Mapping[str, str] = {  # kind of the graph -> the Hub's name of the task
+    "decoder": "text-generation",
+    "encoder": "feature-extraction",
+}
+USES: Mapping[str, str] = {
+    "decoder": """```sh
+pip install quantkit-onnx
+quantkit generate FOLDER "Once upon a time"
+```
+
+```python
+import quantkit
+
+artifact = quantkit.load("FOLDER")
+print(artifact.generate("Once upon a time", max_new_tokens=32))
+```""",
+    "encoder": """```python
+import quantkit
+
+artifact = quantkit.load("FOLDER")
+vectors = artifact.encode(["one text", "another text"])
+```""",
+    "traced": """```sh
+pip install quantkit-onnx
+quantkit bench FOLDER
+```""",
+}
+
+
+def model_card(document: Json, recipe: Recipe, *, kind: str, files: Iterable[str]) -> str:
+    """The card, from the content of report.json; `files` are those beside it."""
+    metadata: dict[str, object] = {
+        "tags": ["quantkit", "onnx", "onnxruntime", "quantized", str(document["scheme"])],
+        "library_name": "onnxruntime",
+    }
+    if kind in TASKS:
+        metadata["pipeline_tag"] = TASKS[kind]
+    base = recipe.model or ""
+    if HUB_NAME.fullmatch(base) and base != "demo" and not recipe.random_weights:
+        metadata |= {"base_model": base, "base_model_relation": "quantized"}
+    sections = (
+        "\n".join(("---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---")),
+        f"# {document['model']}, quantized to {document['scheme']}",
+        f"An ONNX graph for the target `{document['target']}`, written by quantkit. {_verdict(document)}",
+        "## Measured\n\n" + to_markdown(Page(tables=measured_tables(document)[:1])).strip(),
+        "\n".join(f"- {line}" for line in protocol_lines(document)),
+        "## Quantization\n\n" + "\n".join(f"- {line}" for line in _quantization(document, recipe)),
+        "## Use\n\n" + "\n\n".join(_uses(kind, set(files))),
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(document)),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _verdict(document: Json) -> str:
+    line = verdict_line(document)
+    return f"{line[0].upper()}{line[1:]}."
+
+
+def _quantization(document: Json, recipe: Recipe) -> Iterable[str]:
+    yield from plan_lines(document)
+    transforms = ", ".join(recipe.transforms) or "none"
+    yield f"rounding: {recipe.fit}; transforms: {transforms}"
+    yield f"calibration data: {recipe.calibration.text or 'the text that comes with quantkit'}"
+    yield "`recipe.yaml` makes the same bytes again: `quantkit quantize --recipe recipe.yaml`"
+    for entry in document.get("kept", []):
+        yield f"not quantized: {entry['count']} {entry['role']} ({entry['reason']})"
+
+
+def _uses(kind: str, files: set[str]) -> Iterable[str]:
+    yield USES[kind]
+    if "genai_config.json" in files:
+        yield 'onnxruntime-genai opens the folder too: `onnxruntime_genai.Model("FOLDER")`.'
+    yield "`quantkit verify FOLDER` compares every file with its hash in `manifest.json`."
+
+
+def _limits(document: Json) -> Iterable[str]:
+    judgement = document.get("judgement") or {}
+    yield from judgement.get("reasons", [])
+    yield from document.get("notes", [])
+    yield from (f"not measured: {failure}" for failure in document.get("failures", []))
+    yield "Accuracy was measured on the text named above alone; `quantkit eval` measures it on yours."
+    yield "The licence and the limits of the original model hold for this one too."
