@@ -16,6 +16,8 @@ from stored import open_checkpoint
 
 from quantkit.model.families import FAMILIES
 
+pytestmark = pytest.mark.once
+
 FEW = ("--calibration-windows", "4", "--calibration-length", "128")
 SHORT = ("--max-tokens", "1200")
 
@@ -72,7 +74,6 @@ def test_four_bits_are_fitted_with_feedback_and_say_what_that_gained(four_bits):
     assert {grid["bits"] for name, grid in packs.items() if name != "lm_head"} == {4}
 
 
-@pytest.mark.once
 def test_the_recipe_in_the_artifact_reproduces_it_bit_for_bit(four_bits, cache, tmp_path):
     out = four_bits[0]
     ran = quantkit(
@@ -82,7 +83,6 @@ def test_the_recipe_in_the_artifact_reproduces_it_bit_for_bit(four_bits, cache, 
     assert (tmp_path / "again" / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
 
 
-@pytest.mark.once
 def test_statistics_that_were_kept_are_used_again(four_bits, cache, tmp_path):
     kept = four_bits[0].parent / "statistics" / "1-fit" / "index.json"
     before = kept.stat().st_mtime_ns
@@ -165,7 +165,6 @@ def test_a_budget_that_cannot_be_held_ends_with_the_best_there_is_and_exit_code_
     }, "what the user left in float, no search takes away"
 
 
-@pytest.mark.once
 def test_a_budget_that_only_floats_hold_says_so(cache, tmp_path):
     out = tmp_path / "out"
     ran = quantkit(
@@ -203,7 +202,6 @@ def test_sensitivity_alone(cache):
         assert 0 < losses["int8_block32"] < losses["int4_block32"]
 
 
-@pytest.mark.once
 def test_an_integer_cache_generates_nearly_the_same(cache, tmp_path):
     for name in ("float32", "int8"):
         ran = quantkit("quantize", "demo", "--cache", name, *SHORT, "-o", tmp_path / name, cache=cache)

@@ -16,6 +16,8 @@ from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 
+pytestmark = pytest.mark.once
+
 DEMO = Path(str(resources.files("quantkit") / "assets" / "demo"))
 QUICK = ("--prompt", "8", "--decode", "2", "--threads", "1")
 RECIPE = """

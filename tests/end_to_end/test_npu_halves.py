@@ -22,6 +22,8 @@ from quantkit.quantization.grid import decode, encode, from_halves, halves_of, r
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt
 
+pytestmark = pytest.mark.once
+
 GRID = Grid(bits=BITS_IN_HALVES)
 VOCABULARY, PROMPT, CACHE = 320, 12, 24
 QUICK = "calibration: {windows: 8, length: 24}\nmeasure: {accuracy: false, latency: false, memory: false}\n"

@@ -27,6 +27,8 @@ from quantkit.model.families import FAMILIES
 from quantkit.pipeline.stages import export as export_stage
 from quantkit.runtime.decoder import open_decoder
 
+pytestmark = pytest.mark.once
+
 NEVER = ("--no-eval", "--min-dim", "1")
 
 

@@ -15,6 +15,8 @@ from quantkit.model.inspect import inspect, map_module
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.plan.select import choose, parse_min_dim
 
+pytestmark = pytest.mark.once
+
 MAPS: dict[str, ModelMap] = {}
 
 

@@ -17,6 +17,8 @@ from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.generate import Sampling, check_sampling, choose_tokens, generate, probabilities
 from quantkit.runtime.tokenizer import open_text
 
+pytestmark = pytest.mark.once
+
 LOGITS = arrays.arrays(
     np.float32, st.tuples(st.integers(1, 3), st.integers(1, 12)), elements=st.floats(-30, 30, width=32)
 )
@@ -51,7 +53,6 @@ def naive_probabilities(row, sampling):
     return weights
 
 
-@pytest.mark.once
 @fast
 @given(logits=LOGITS, sampling=SAMPLINGS)
 def test_the_distribution_is_that_of_a_plain_loop(logits, sampling):
@@ -61,7 +62,6 @@ def test_the_distribution_is_that_of_a_plain_loop(logits, sampling):
     assert np.abs(made - np.array(wanted)).max() < 1e-9
 
 
-@pytest.mark.once
 @fast
 @given(logits=LOGITS, sampling=SAMPLINGS)
 def test_the_most_likely_token_is_never_dropped(logits, sampling):
@@ -73,7 +73,6 @@ def test_the_most_likely_token_is_never_dropped(logits, sampling):
         assert (made[logits < kth[:, None]] == 0).all()
 
 
-@pytest.mark.once
 @fast
 @given(logits=LOGITS, seed=st.integers(0, 1 << 32))
 def test_greedy_is_argmax_whatever_else_is_set(logits, seed):
@@ -83,7 +82,6 @@ def test_greedy_is_argmax_whatever_else_is_set(logits, seed):
     assert (made == [max(range(len(row)), key=row.__getitem__) for row in logits.tolist()]).all()
 
 
-@pytest.mark.once
 def test_a_small_p_and_one_candidate_are_greedy():
     logits = np.random.default_rng(0).normal(size=(50, 40)).astype(np.float32)
     for sampling in (Sampling(temperature=1, top_p=1e-9), Sampling(temperature=1, top_k=1)):
@@ -91,7 +89,6 @@ def test_a_small_p_and_one_candidate_are_greedy():
         assert (made == logits.argmax(axis=1)).all()
 
 
-@pytest.mark.once
 def test_draws_follow_the_distribution():
     """20,000 draws: the counts stay within five standard deviations of what the probabilities say."""
     num_draws = 20_000
@@ -109,7 +106,6 @@ def test_draws_follow_the_distribution():
         assert counts[wanted == 0].sum() == 0
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("wrong", "flag"),
     [

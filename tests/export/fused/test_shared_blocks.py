@@ -24,6 +24,8 @@ from quantkit.quantization.calibration.passes import collect
 from quantkit.runtime.session import open_session
 from quantkit.runtime.traced import TracedTexts
 
+pytestmark = pytest.mark.once
+
 DEPTH, HIDDEN, WIDE = 3, 64, 256
 SIZES = {
     "vocab_size": 61,
@@ -107,7 +109,6 @@ def held_bytes(path):
     return inside + sum(int(entry.value) for entry in outside if entry.key == "length")
 
 
-@pytest.mark.once
 def test_one_wide_ffn_is_stored_once_in_bytes(tmp_path):
     sizes, held = {}, {}
     for name, kind in (("shared", "shared"), ("twin", "own")):
@@ -128,7 +129,6 @@ def test_one_wide_ffn_is_stored_once_in_bytes(tmp_path):
         assert codes_read(twin, f"model.encoder.layers.1.mlp.{part}") == (1, 1)
 
 
-@pytest.mark.once
 def test_albert_is_stored_once_in_bytes(tmp_path):
     """Twelve depths on one block weigh what one depth weighs; the graph alone grows, by its nodes."""
     sizes = {}
@@ -145,7 +145,6 @@ def test_albert_is_stored_once_in_bytes(tmp_path):
     assert codes_read(tmp_path / "out-12" / "model.onnx", layer) == (12, 1)
 
 
-@pytest.mark.once
 def test_costs_count_calls_once_in_bytes_and_each_time_in_work():
     shared = map_module(build_tiny("OneWideForConditionalGeneration", SIZES), name="shared")
     twin = map_module(

@@ -21,6 +21,8 @@ from quantkit.model.families import FAMILIES
 from quantkit.quantization.calibration import store
 from quantkit.quantization.calibration.passes import collect
 
+pytestmark = pytest.mark.once
+
 TOKENS = np.random.default_rng(0).integers(1, 60, (5, 13))
 GPT2_MATRICES = [
     f"transformer.h.{block}.{name}"
@@ -220,7 +222,6 @@ class Chain(nn.Module):
         return self.head(hidden)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -249,7 +250,6 @@ def test_what_is_no_chain_of_blocks_is_run_whole(tmp_path, kind, reason):
         check_all(model, statistics, names)
 
 
-@pytest.mark.once
 def test_without_blocks_in_as_many_passes_as_memory_asks_for(tmp_path):
     model = Chain("plain").double()
     names = [f"layers.{block}.{name}" for block in range(3) for name in ("up", "gate", "down")] + ["head"]
