@@ -42,6 +42,7 @@ class Tile:
     name: str
     value: str
     detail: str
+    unit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +196,8 @@ def _tiles(document: Json) -> Iterable[Tile]:
     size = document["size"]
     yield Tile(
         name="Size",
-        value=f"{megabytes(size['artifact_bytes'])} MB",
+        value=megabytes(size["artifact_bytes"]),
+        unit="MB",
         detail=f"{size['ratio']:.2g}x of {megabytes(size['source_bytes'])} MB",
     )
     for entry in document.get("latency", ())[:1]:
@@ -203,12 +205,13 @@ def _tiles(document: Json) -> Iterable[Tile]:
             reference = entry.get("reference", {}).get(key)
             if key in entry:
                 beside = f"{figures(reference)} in float32" if reference else entry["provider"]
-                yield Tile(name=phase.capitalize(), value=f"{figures(entry[key])} {unit}", detail=beside)
+                yield Tile(name=phase.capitalize(), value=figures(entry[key]), unit=unit, detail=beside)
     accuracy, similarity = document.get("accuracy"), document.get("similarity")
     if accuracy and "kl_divergence" in accuracy:
         yield Tile(
             name="KL divergence",
-            value=f"{accuracy['kl_divergence']:.2g} nats",
+            value=f"{accuracy['kl_divergence']:.2g}",
+            unit="nats",
             detail=f"99th percentile {accuracy['kl_99th_percentile']:.2g}",
         )
         yield Tile(
