@@ -13,7 +13,7 @@ import quantkit
 
 model = quantkit.load(".")
 print(model.{call})"""
-GENERATE, ENCODE = 'generate("The king", max_new_tokens=16)', 'encode(["a text", "another"])'
+GENERATE, ENCODE = 'generate("The king", max_new_tokens=16)', 'encode(["a text", "another"]).shape'
 OPTIMUM = """\
 from optimum.onnxruntime import ORTModelForCausalLM
 from transformers import AutoTokenizer

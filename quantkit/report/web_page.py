@@ -215,7 +215,7 @@ def _tiles(document: Json) -> Iterable[Tile]:
             detail=f"99th percentile {accuracy['kl_99th_percentile']:.2g}",
         )
         yield Tile(
-            name="Top-1 agreement",
+            name="Top-1",
             value=f"{accuracy['top1_agreement']:.2%}",
             detail=f"{accuracy['protocol']['num_tokens']:,} tokens",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from safetensors.numpy import load_file, save_file
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.pipeline.stages import export as export_stage
+from quantkit.report.clients import loading
 from quantkit.runtime.decoder import open_decoder
 
 pytestmark = pytest.mark.once
@@ -149,6 +151,17 @@ def test_the_report_holds_what_its_web_page_shows(artifact):
     prompt, tokens = samples[0]["text"], samples[0]["quantized"]
     ran = quantkit("generate", str(folder), prompt, "--max-new-tokens", f"{len(tokens)}", "--json")
     assert json.loads(ran.stdout)[0]["text"] == "".join(tokens)
+
+
+def test_the_code_of_the_page_runs_in_each_client(artifact, monkeypatch, capsys):
+    folder, document = artifact
+    monkeypatch.chdir(folder)
+    codes = list(loading(document))
+    assert [code.title for code in codes] == ["quantkit", "optimum", "onnxruntime-genai", "onnxruntime"]
+    for code, library in zip(codes, ("quantkit", "optimum", "onnxruntime_genai", "onnxruntime"), strict=True):
+        if importlib.util.find_spec(library):
+            exec(compile(code.text, code.title, "exec"), {})
+            assert capsys.readouterr().out.strip(), code.title
 
 
 def test_generate_continues_a_text_alone_and_in_a_batch(artifact):
