@@ -33,7 +33,7 @@ class Sample:
     text: str
     reference: tuple[str, ...]
     quantized: tuple[str, ...]
-    first_difference: int | None  # index of the first token that differs
+    first_difference: int | None = None  # index of the first token that differs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,12 +70,12 @@ class PlannedLayer:
     """A projection of the artifact, with its place in the model."""
 
     name: str
-    block: str | None  # None outside of blocks
     role: str
     in_features: int
     out_features: int
-    format: str | None  # None: float
     reason: str
+    block: str | None = None  # None outside of blocks
+    format: str | None = None  # None: float
 
 
 def kept_projections(plan: Plan) -> tuple[Kept, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
 
@@ -18,6 +19,7 @@ from quantkit.report.comparison import compare_reports
 from quantkit.report.document import Part, PlannedLayer, report_json
 from quantkit.report.layer_map import layer_map
 from quantkit.report.pictures import Point, scatter
+from quantkit.report.stored import read_report
 from quantkit.report.web_page import comparison_html, report_html
 
 pytestmark = pytest.mark.once
@@ -228,6 +230,14 @@ def test_every_projection_stands_in_the_plain_table_too():
     page = Elements(page_of(deep_report(3)))
     heads = page.text["th"]
     assert all(heads.count(layer.name) >= 1 for layer in deep_report(3).layers)
+
+
+def test_the_report_is_read_again_with_its_map_and_its_samples(tmp_path):
+    report = deep_report(2)
+    (tmp_path / "report.json").write_text(json.dumps(report_json(report)))
+    again = read_report(tmp_path)
+    assert (again.layers, again.samples, again.size) == (report.layers, report.samples, report.size)
+    assert again == report
 
 
 def test_a_model_of_300_layers_fits():
