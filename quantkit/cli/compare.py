@@ -15,6 +15,7 @@ def compare(
     folders: Annotated[
         list[Path], typer.Argument(help="folders that 'quantkit quantize' wrote, two or more")
     ],
+    html: Annotated[Path | None, typer.Option(help="write a web page too")] = None,
     output_format: OutputFormat = "table",
     as_json: AsJson = False,
 ) -> None:
@@ -26,3 +27,9 @@ def compare(
     output_format = check_format("json" if as_json else output_format)
     comparison = compare_artifacts(folders)
     show(to_json(comparison), comparison_page(comparison), output_format)
+    if html:
+        from quantkit.report.web_page import comparison_html
+        from quantkit.runtime.machine.disk import writing
+
+        with writing(html, next_step="choose another file with --html"):
+            html.write_text(comparison_html(comparison), encoding="utf-8")

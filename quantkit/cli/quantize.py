@@ -154,7 +154,7 @@ def quantize(
         typer.echo(json.dumps({"artifact": str(artifact.folder), **document}, indent=2))
     else:
         print_page(quantization_page(document))
-        typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}")
+        typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}, .html")
     finish(artifact.report.is_sound and not artifact.report.failures)
 
 

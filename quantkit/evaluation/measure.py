@@ -33,15 +33,16 @@ from quantkit.evaluation.measurements import (
 )
 from quantkit.evaluation.memory import floor_ms, run_and_measure
 from quantkit.evaluation.reference import Reference, session_reference
+from quantkit.evaluation.samples import Samples, take_samples
 from quantkit.evaluation.similarity import measure_similarity
-from quantkit.evaluation.text import encoded_text, random_text
+from quantkit.evaluation.text import encoded_text, random_text, read_text
 from quantkit.export.traffic import from_metadata
 from quantkit.progress import Progress
 from quantkit.recipe import Measure
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.session import Session
-from quantkit.runtime.tokenizer import TOKENIZER_FILE
+from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
 PACKAGES = ("quantkit-onnx", "onnxruntime", "transformers", "torch", "onnx", "numpy")
 MAX_RUNS = 15
@@ -57,6 +58,7 @@ class Measured:
     float_error: FloatError | None = None
     latency: Latency | None = None
     memory: Memory | None = None
+    samples: Samples | None = None
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()  # figures that could not be measured because of an error
 
@@ -97,6 +99,10 @@ def measure(
         if artifact.recipe.random_weights:
             original = session_reference(reference_session) if reference_session else None
         result = attempt("accuracy", partial(accuracy_of, artifact, original, notes, progress), failures)
+    samples = None
+    if result is not None and reference_session and not artifact.recipe.random_weights:
+        taking = partial(_samples, artifact, reference_session, progress)
+        samples = attempt("the comparison of answers", taking, failures)
     lengths = fitting(session, *timed_lengths(measure, artifact.context))
     latency = None
     if measure.latency:
@@ -112,9 +118,17 @@ def measure(
         similarity=result if isinstance(result, Similarity) else None,
         latency=latency,
         memory=memory,
+        samples=samples,
         notes=tuple(notes),
         failures=tuple(failures),
     )
+
+
+def _samples(artifact: OpenArtifact, reference: Session, progress: Progress) -> Samples | None:
+    text, _ = read_text(artifact.recipe.measure)
+    with progress.stage("answers"):
+        tokenizer = open_text(artifact.folder)
+        return take_samples(reference, artifact.session, tokenizer, text, folder=artifact.folder)
 
 
 def accuracy_of(

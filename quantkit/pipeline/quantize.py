@@ -145,7 +145,7 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
             measured = measure_written(written, folder, twin)
         report = report_of(written, measured, twin)
         write_reports(folder, report)
-        write_manifest(folder, written)
+        write_manifest(folder, written, report.files)
         write_card(folder, report, written)
     discard(prepared)
     return Artifact(output, report=report, check="none")

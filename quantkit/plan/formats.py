@@ -67,6 +67,11 @@ class Format:
     activations: str
 
     @property
+    def described(self) -> str:
+        block = f"block {self.grid.block}" if self.grid.block else "channel"
+        return f"int{self.grid.bits} {block}, inputs by {self.activations}"
+
+    @property
     def input_bits(self) -> int | None:
         """Bits of an input with a static range; None for dynamic ranges."""
         return int(self.activations.removeprefix("static")) if self.is_static else None

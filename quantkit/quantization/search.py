@@ -51,7 +51,7 @@ class Candidate:
     choices: tuple[tuple[str, str], ...]  # pack, format
     cost: float
     num_bytes: float
-    microseconds: float | None
+    microseconds: float | None = None
     predicted_kl: float
     loss: Loss
 
@@ -60,8 +60,8 @@ class Candidate:
 class SearchResult:
     """A finished search, as reports hold it."""
 
-    max_ppl_increase: float | None
-    max_kl: float | None
+    max_ppl_increase: float | None = None
+    max_kl: float | None = None
     prefer: str
     units: tuple[PackOptions, ...]  # the table of losses and costs, under this key in report.json
     candidates: tuple[Candidate, ...]  # all configurations that were exported and measured

@@ -159,7 +159,7 @@ def _notes(first: Json, other: Json) -> Iterable[str]:
 
 def comparison_page(comparison: Comparison) -> Page:
     artifacts = comparison.artifacts
-    names = _names([artifact.folder for artifact in artifacts])
+    names = short_names([artifact.folder for artifact in artifacts])
     named = list(zip(names, artifacts, strict=True))
     keys = [key for key in METRICS if any(key in artifact.values for artifact in artifacts)]
     titles = tuple(METRICS[key].title for key in keys)
@@ -188,7 +188,7 @@ def comparison_page(comparison: Comparison) -> Page:
     )
 
 
-def _names(folders: Sequence[str]) -> Sequence[str]:
+def short_names(folders: Sequence[str]) -> Sequence[str]:
     """The last parts of the folders where they are distinct, otherwise the whole paths."""
     last = [folder.rstrip("/\\").replace("\\", "/").rpartition("/")[2] for folder in folders]
     return last if len(set(last)) == len(last) else folders

@@ -21,6 +21,7 @@ from quantkit.evaluation.measurements import (
     Similarity,
     Timing,
 )
+from quantkit.evaluation.samples import Samples
 from quantkit.evaluation.verdict import Judgement, is_broken
 from quantkit.model.model_map import to_json
 from quantkit.plan.min_dim import ShapeTime
@@ -37,6 +38,14 @@ PROTOCOL = ("text", "num_tokens", "window", "stride")  # keys of an accuracy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Bytes of one kind of weights."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """Bytes on disk of graph and weights, without tokenizer files."""
 
@@ -44,6 +53,7 @@ class Size:
     planned_bytes: int  # all tensors of the plan
     artifact_bytes: int
     reference_bytes: int | None = None  # the float graph that latency is compared with
+    parts: tuple[Part, ...] = ()  # of the artifact; they add up to it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +63,19 @@ class Kept:
     role: str
     reason: str
     count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLayer:
+    """A projection of the artifact, with its place in the model."""
+
+    name: str
+    role: str
+    in_features: int
+    out_features: int
+    reason: str
+    block: str | None = None  # None outside of blocks
+    format: str | None = None  # None: float
 
 
 def kept_projections(plan: Plan) -> tuple[Kept, ...]:
@@ -94,6 +117,11 @@ class Report:
     smoothing: tuple[Smoothing, ...] = ()
     search: SearchResult | None = None
     shape_times: tuple[ShapeTime, ...] = ()  # of `min_dim: auto`
+    samples: Samples | None = None
+    layers: tuple[PlannedLayer, ...] = ()
+    kind: str | None = None  # how the model was exported
+    recipe: str | None = None  # recipe.yaml
+    files: dict[str, str] = field(default_factory=dict)  # name -> SHA-256, of all but reports and manifest
 
     @property
     def is_sound(self) -> bool:

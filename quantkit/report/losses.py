@@ -33,7 +33,8 @@ def loss_lines(document: Json) -> Iterable[str]:
         yield f"smoothing: {count} of {len(smoothing)} spaces{share}"
     search = document.get("search")
     if search:
-        yield f"budget: {_limits(search)}, {'held' if search['holds'] else 'NOT held'}; {_choice(search)}"
+        held = "held" if search["holds"] else "NOT held"
+        yield f"budget: {budget_limits(search)}, {held}; {_choice(search)}"
 
 
 def loss_tables(document: Json) -> Iterable[Table]:
@@ -76,7 +77,7 @@ def _gain(losses: Iterable[Json]) -> str:
     return f"error of {what} {median:.2f}x that of round-to-nearest (median of {len(ratios)} packs)"
 
 
-def _limits(search: Json) -> str:
+def budget_limits(search: Json) -> str:
     limits = []
     if search.get("max_ppl_increase") is not None:
         limits.append(f"perplexity within {search['max_ppl_increase']:+.2%}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
@@ -97,9 +97,10 @@ def is_plain(name: str) -> bool:
     return is_shortest and name.isprintable() and not {"..", "/"} & {*parts} and not {"\\", ":"} & {*name}
 
 
-def hash_files(folder: Path) -> dict[str, str]:
-    """Path in the folder -> SHA-256, of every file but the folder's own manifest."""
-    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in _files(folder)}
+def hash_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Path in the folder -> SHA-256, of every file but the folder's own manifest; `known` ones are given."""
+    names = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    return {name: (known or {}).get(name) or sha256_of(path) for name, path in names.items()}
 
 
 def sum_files(folder: Path) -> dict[str, str]:

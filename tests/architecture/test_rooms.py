@@ -36,6 +36,7 @@ LIBRARIES = {  # the one room that imports it
     "pydantic": "recipe.py",
     "yaml": "recipe.py",
     "typer": "cli",
+    "jinja2": "report",
     "lm_eval": "evaluation/lm_eval",
     "websockets": "private",
 }

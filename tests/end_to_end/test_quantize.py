@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from safetensors.numpy import load_file, save_file
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.pipeline.stages import export as export_stage
+from quantkit.report.clients import loading
 from quantkit.runtime.decoder import open_decoder
 
 pytestmark = pytest.mark.once
@@ -74,9 +76,17 @@ def test_the_report_holds_the_contract(artifact):
 def test_the_folder_is_whole_and_every_file_is_in_the_manifest(artifact):
     folder, _ = artifact
     names = {path.name for path in folder.iterdir()}
-    assert {"model.onnx", "config.json", "tokenizer.json", "recipe.yaml", "report.json", "report.md"} < names
+    assert {
+        "model.onnx",
+        "config.json",
+        "tokenizer.json",
+        "recipe.yaml",
+        "report.json",
+        "report.md",
+        "report.html",
+    } < names
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == names - {"manifest.json"}
+    assert set(manifest["files"]) == names - {"manifest.json", "README.md"}
     for name, digest in manifest["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     assert manifest["integer_operators"] == {"MatMulNBits": 25}
@@ -109,6 +119,49 @@ def test_a_report_is_shown_again(artifact):
     )
     assert "perplexity" in quantkit("report", str(folder)).stdout
     assert "report.json" in refused("report", str(folder.parent))
+
+
+def test_the_web_page_is_made_again_with_its_hash(artifact, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(artifact[0], folder)
+    page, manifest = folder / "report.html", folder / "manifest.json"
+    first = page.read_bytes(), manifest.read_bytes()
+    assert b"The model, projection by projection" in first[0]
+    page.unlink()
+    assert "report.html is missing" in refused("verify", str(folder))
+    assert str(page) in quantkit("report", str(folder)).stdout
+    assert (page.read_bytes(), manifest.read_bytes()) == first
+    page.write_text("of an older version")
+    manifest.write_text(manifest.read_text().replace(hashlib.sha256(first[0]).hexdigest(), "0" * 64))
+    assert quantkit("report", str(folder)).returncode == 0
+    assert quantkit("verify", str(folder)).returncode == 0
+    assert page.read_bytes() == first[0]
+
+
+def test_the_report_holds_what_its_web_page_shows(artifact):
+    folder, document = artifact
+    size, manifest = document["size"], json.loads((folder / "manifest.json").read_text())
+    assert sum(part["num_bytes"] for part in size["parts"]) == size["artifact_bytes"]
+    planned = [(layer["name"], layer["reason"]) for layer in manifest["plan"]["layers"]]
+    assert [(layer["name"], layer["reason"]) for layer in document["layers"]] == planned
+    assert document["recipe"] == (folder / "recipe.yaml").read_text()
+    assert document["files"].items() < manifest["files"].items()
+    samples = document["samples"]["samples"]
+    assert len(samples) == 4
+    prompt, tokens = samples[0]["text"], samples[0]["quantized"]
+    ran = quantkit("generate", str(folder), prompt, "--max-new-tokens", f"{len(tokens)}", "--json")
+    assert json.loads(ran.stdout)[0]["text"] == "".join(tokens)
+
+
+def test_the_code_of_the_page_runs_in_each_client(artifact, monkeypatch, capsys):
+    folder, document = artifact
+    monkeypatch.chdir(folder)
+    codes = list(loading(document))
+    assert [code.title for code in codes] == ["quantkit", "optimum", "onnxruntime-genai", "onnxruntime"]
+    for code, library in zip(codes, ("quantkit", "optimum", "onnxruntime_genai", "onnxruntime"), strict=True):
+        if importlib.util.find_spec(library):
+            exec(compile(code.text, code.title, "exec"), {})
+            assert capsys.readouterr().out.strip(), code.title
 
 
 def test_generate_continues_a_text_alone_and_in_a_batch(artifact):

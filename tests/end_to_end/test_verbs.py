@@ -126,7 +126,9 @@ def test_compare_puts_reports_side_by_side(artifact, tmp_path):
     assert "perplexity" in first["values"]
     page = quantkit("compare", str(artifact), str(other), "--format", "markdown").stdout
     assert "other: int8_block32 for cpu" in page
-    assert "Ratio to out" in quantkit("compare", str(artifact), str(other)).stdout
+    html = other.parent / "compared.html"
+    assert "Ratio to out" in quantkit("compare", str(artifact), str(other), "--html", str(html)).stdout
+    assert "Comparison of artifacts" in html.read_text()
 
 
 def test_encoders_are_measured_beside_their_original(tmp_path):

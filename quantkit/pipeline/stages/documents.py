@@ -1,9 +1,10 @@
-"""The documents of an artifact: report.json, report.md, its model card and manifest.json."""
+"""The documents of an artifact: report.json, report.md, report.html, its model card and manifest.json."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -17,12 +18,15 @@ from quantkit.evaluation.verdict import judge
 from quantkit.model.model_map import to_json
 from quantkit.pipeline.stages.float_reference import Twin, measures_anything
 from quantkit.pipeline.stages.write import Written, layer_losses
+from quantkit.plan.select import ROLE_GROUPS
 from quantkit.plan.targets import TARGETS
+from quantkit.quantization.layout import planned_bytes
 from quantkit.recipe import dump_recipe
 from quantkit.report.card import CARD_FILE, model_card
-from quantkit.report.document import Report, Size, kept_projections, report_json
+from quantkit.report.document import Part, PlannedLayer, Report, Size, kept_projections, report_json
 from quantkit.report.quantization import quantization_page
 from quantkit.report.tables import to_markdown
+from quantkit.report.web_page import PAGE_FILE, report_html
 from quantkit.runtime.manifest import MANIFEST, hash_files, sum_files
 from quantkit.runtime.providers.placement import Placement, place
 from quantkit.runtime.providers.table import PROVIDERS
@@ -39,6 +43,45 @@ def cpu_placement(written: Written) -> Placement | None:
     if exported.num_bytes * COPIES_TO_PLACE > psutil.virtual_memory().available:
         return None
     return replace(place(PROVIDERS["cpu"], exported.paths), num_nodes=None, operators=None, unplaced=None)
+
+
+def planned_layers(written: Written) -> tuple[PlannedLayer, ...]:
+    formats = {layer.name: pack.format for pack in written.exported.contents.packs for layer in pack.layers}
+    layers = []
+    for layer, planned in zip(written.prepared.model_map.layers, written.plan.layers, strict=True):
+        chosen = formats.get(layer.name)
+        layers.append(
+            PlannedLayer(
+                name=layer.name,
+                block=layer.block,
+                role=f"cross {layer.role}" if layer.is_cross_attention else str(layer.role),
+                in_features=layer.in_features,
+                out_features=layer.out_features,
+                format=chosen.described if chosen else None,
+                reason=planned.reason,
+            )
+        )
+    return tuple(layers)
+
+
+def size_parts(written: Written) -> tuple[Part, ...]:
+    """Bytes of attention, FFN, head and the rest; none where the file stores floats in half of the plan."""
+    contents, num_bytes = written.exported.contents, written.exported.num_bytes
+    groups = {role: group for group, roles in ROLE_GROUPS.items() for role in roles}
+    parts: dict[str, int] = {}
+    for pack in contents.packs:
+        role = pack.layers[0].role
+        name = f"{groups.get(role, role)}, {f'INT{pack.grid.bits}' if pack.grid else 'float'}"
+        parts[name] = parts.get(name, 0) + planned_bytes(pack.tensors())
+    for entry in contents.tables:
+        name = f"embeddings, {f'INT{entry.grid.bits}' if entry.grid else 'float'}"
+        parts[name] = parts.get(name, 0) + planned_bytes(entry.tensors())
+    planned = planned_bytes(contents.tensors())
+    parts["norms and other parameters"] = planned - sum(parts.values())
+    parts["graph"] = num_bytes - planned
+    if planned > num_bytes:
+        return ()
+    return tuple(Part(name=name, num_bytes=count) for name, count in parts.items() if count)
 
 
 def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
@@ -61,6 +104,7 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
             planned_bytes=exported.planned_bytes,
             artifact_bytes=exported.num_bytes,
             reference_bytes=twin.num_bytes,
+            parts=size_parts(written),
         ),
         environment=environment(),
         accuracy=measured.accuracy,
@@ -73,7 +117,9 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         has_random_weights=recipe.random_weights,
         notes=(*resolved.model_map.notes, *resolved.notes, *prepared.notes, *measured.notes),
         failures=tuple(failures),
+        recipe=dump_recipe(recipe),
         recipe_sha256=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
+        files=hash_files(exported.folder),
         seconds={name: round(seconds, 3) for name, seconds in resolved.progress.seconds.items()},
         fit=recipe.fit,
         transforms=tuple(recipe.transforms),
@@ -81,6 +127,9 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         smoothing=prepared.smoothing,
         search=written.search,
         shape_times=resolved.shape_times,
+        samples=measured.samples,
+        layers=planned_layers(written),
+        kind=exported.kind,
     )
 
 
@@ -88,6 +137,7 @@ def write_reports(folder: Path, report: Report) -> None:
     document = report_json(report)
     (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(to_markdown(quantization_page(document)), encoding="utf-8")
+    (folder / PAGE_FILE).write_text(report_html(document), encoding="utf-8")
 
 
 def write_card(folder: Path, report: Report, written: Written) -> None:
@@ -97,7 +147,7 @@ def write_card(folder: Path, report: Report, written: Written) -> None:
     (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
-def write_manifest(folder: Path, written: Written) -> None:
+def write_manifest(folder: Path, written: Written, hashes: Mapping[str, str]) -> None:
     """Versions, plan, and a hash of every file; written after them, as the sign of a whole folder."""
     recipe, placement = written.recipe, written.exported.placement
     manifest = {
@@ -110,7 +160,7 @@ def write_manifest(folder: Path, written: Written) -> None:
         "ir_version": placement.ir_version,
         "integer_operators": placement.integer_operators,
         "plan": to_json(written.plan),
-        "files": hash_files(folder),
+        "files": hash_files(folder, hashes),
         "sums": sum_files(folder),
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -190,15 +190,14 @@ def layer_losses(
     for pack in contents.packs:
         if pack.name not in losses or pack.format is None:
             continue
-        sums, unit, grid = losses[pack.name], units.get(pack.name), pack.format.grid
+        sums, unit = losses[pack.name], units.get(pack.name)
         options = unit.options if unit else ()
         alone = [option.loss for option in options if option.format == chosen.get(pack.name)]
         layer_losses.append(
             LayerLoss(
                 name=pack.name,
                 layers=tuple(layer.name for layer in pack.layers),
-                format=f"int{grid.bits} {f'block {grid.block}' if grid.block else 'channel'}, "
-                f"inputs by {pack.format.activations}",
+                format=pack.format.described,
                 weight_error=sums.weights.error,
                 plain_weight_error=sums.weights.plain_error,
                 output_error=sums.outputs.error if sums.outputs.values else None,

@@ -1,0 +1,303 @@
+"""The web page of a report: one file with pictures, styles and script, which needs no network.
+
+The page is made from the content of report.json alone. The template escapes every value, and the page's own
+policy runs no script but the template's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quantkit.report.alarms import PHASES, alarms_of
+from quantkit.report.answers import Answers, answers_of
+from quantkit.report.clients import Code, loading, reproducing
+from quantkit.report.comparison import METRICS, Comparison, comparison_page, short_names
+from quantkit.report.figures import figures, megabytes
+from quantkit.report.inspection import plan_lines
+from quantkit.report.layer_map import LayerMap, layer_map, layer_table
+from quantkit.report.losses import budget_limits, loss_lines, loss_tables
+from quantkit.report.measurements import machine_line, measured_tables, protocol_lines
+from quantkit.report.pictures import Bars, Point, Scatter, bars_of, scatter
+from quantkit.report.tables import Json, Table
+
+PAGE_FILE = "report.html"
+TEMPLATE = Path(__file__).parents[1] / "assets" / PAGE_FILE
+VERDICTS = {
+    "faithful": "Faithful to the original",
+    "degraded": "Degraded",
+    "broken": "Broken",
+    "none": "Not judged",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """A figure of the first screen."""
+
+    name: str
+    value: str
+    detail: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WebPage:
+    """Everything that the template shows; empty parts are left out."""
+
+    title: str
+    kicker: str
+    subtitle: str
+    verdict: str = ""
+    verdict_text: str = ""
+    summary: str = ""
+    tiles: tuple[Tile, ...] = ()
+    alarms: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    protocol: tuple[str, ...] = ()
+    answers: Answers | None = None
+    layer_map: LayerMap | None = None
+    layers: Table | None = None
+    scatter: Scatter | None = None
+    bars: tuple[Bars, ...] = ()
+    losses: tuple[Table, ...] = ()
+    decisions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    reproduce: tuple[Code, ...] = ()
+    loading: tuple[Code, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""
+
+
+def report_html(document: Json) -> str:
+    """The page of one artifact, from the content of report.json."""
+    judgement = document.get("judgement")
+    verdict = judgement["verdict"] if judgement else "none"
+    has_layers = bool(document.get("layers"))
+    page = WebPage(
+        title=document["model"],
+        kicker="Quantization report",
+        subtitle=f"{document['scheme']} for {document['target']}",
+        verdict=verdict,
+        verdict_text=VERDICTS.get(verdict, verdict),
+        summary="; ".join(_summary(document)),
+        tiles=tuple(_tiles(document)),
+        alarms=alarms_of(document),
+        tables=measured_tables(document),
+        protocol=tuple(protocol_lines(document)),
+        answers=answers_of(document.get("samples")),
+        layer_map=layer_map(document),
+        layers=layer_table(document) if has_layers else None,
+        scatter=_search_picture(document.get("search")),
+        bars=tuple(bars for bars in _bars(document) if bars),
+        losses=tuple(loss_tables(document)),
+        decisions=(*plan_lines(document), *loss_lines(document), *_kept_lines(document)),
+        notes=tuple(document.get("notes", ())),
+        reproduce=tuple(reproducing(document)),
+        loading=tuple(loading(document)),
+        files=document.get("files", {}),
+        machine=machine_line(document["environment"]),
+    )
+    return _rendered(page)
+
+
+def comparison_html(comparison: Comparison) -> str:
+    """The page of several artifacts."""
+    artifacts, text = comparison.artifacts, comparison_page(comparison)
+    names = short_names([artifact.folder for artifact in artifacts])
+    points = [
+        Point(
+            x=artifact.values["size_bytes"] / 1e6,
+            y=artifact.values["kl_divergence"],
+            label=name,
+            description=f"{name}\n{artifact.scheme} for {artifact.target}\n"
+            f"{megabytes(artifact.values['size_bytes'])} MB, KL {artifact.values['kl_divergence']:.3g}",
+        )
+        for name, artifact in zip(names, artifacts, strict=True)
+        if {"size_bytes", "kl_divergence"} <= artifact.values.keys()
+        and "kl_divergence" not in artifact.not_compared
+    ]
+    bars = [
+        bars_of(
+            METRICS[key].title,
+            ("artifact", METRICS[key].title),
+            [
+                (name, artifact.values[key], METRICS[key].show(artifact.values[key]))
+                for name, artifact in zip(names, artifacts, strict=True)
+                if key in artifact.values and key not in artifact.not_compared
+            ],
+        )
+        for key in ("size_bytes", "prefill_ms", "decode_ms_per_token", "run_peak_bytes")
+    ]
+    page = WebPage(
+        title=", ".join(names),
+        kicker="Comparison of artifacts",
+        subtitle=text.head[0],
+        tables=text.tables,
+        protocol=(*text.head[1:], *text.foot),
+        notes=text.warnings,
+        scatter=(
+            scatter("Size and KL divergence", ("size, MB", "KL divergence, nats"), points)
+            if len(points) > 1
+            else None
+        ),
+        bars=tuple(entry for entry in bars if entry and len(entry.bars) > 1),
+    )
+    return _rendered(page)
+
+
+def _rendered(page: WebPage) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    source = TEMPLATE.read_text(encoding="utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", source, flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.from_string(source).render(page=page, script_hash=digest)
+
+
+def _summary(document: Json) -> Iterable[str]:
+    """The facts of the verdict's line."""
+    yield f"{document['size']['ratio']:.2g}x the size"
+    yield from (f"{phase} {ratio:.2g}x as fast" for phase, ratio in _speeds(document))
+    accuracy, similarity = document.get("accuracy"), document.get("similarity")
+    if accuracy and "kl_divergence" in accuracy:
+        perplexity = accuracy["perplexity"]
+        increase, error = (100 * perplexity[key] for key in ("increase", "increase_standard_error"))
+        yield f"KL divergence {accuracy['kl_divergence']:.3g} ± {accuracy['kl_standard_error']:.1g} nats"
+        yield f"perplexity {increase:+.2f} ± {error:.2f}%"
+    if similarity:
+        yield f"error of outputs {similarity['relative_rms_error']:.2%}"
+        yield f"mean cosine {similarity['mean_cosine']:.5f}"
+    search = document.get("search")
+    if search:
+        yield f"budget ({budget_limits(search)}) {'held' if search['holds'] else 'not held'}"
+
+
+def _speeds(document: Json) -> Iterable[tuple[str, float]]:
+    """(phase, time of the reference over that of the artifact) on the first provider."""
+    for entry in document.get("latency", ())[:1]:
+        for key, phase, _ in reversed(PHASES):
+            if key in entry and key in entry.get("reference", {}):
+                yield phase, entry["reference"][key] / entry[key]
+
+
+def _tiles(document: Json) -> Iterable[Tile]:
+    size = document["size"]
+    yield Tile(
+        name="Size",
+        value=megabytes(size["artifact_bytes"]),
+        unit="MB",
+        detail=f"{size['ratio']:.2g}x of {megabytes(size['source_bytes'])} MB",
+    )
+    for entry in document.get("latency", ())[:1]:
+        for key, phase, unit in reversed(PHASES):
+            reference = entry.get("reference", {}).get(key)
+            if key in entry:
+                beside = f"{figures(reference)} in float32" if reference else entry["provider"]
+                yield Tile(name=phase.capitalize(), value=figures(entry[key]), unit=unit, detail=beside)
+    accuracy, similarity = document.get("accuracy"), document.get("similarity")
+    if accuracy and "kl_divergence" in accuracy:
+        yield Tile(
+            name="KL divergence",
+            value=f"{accuracy['kl_divergence']:.2g}",
+            unit="nats",
+            detail=f"99th percentile {accuracy['kl_99th_percentile']:.2g}",
+        )
+        yield Tile(
+            name="Top-1",
+            value=f"{accuracy['top1_agreement']:.2%}",
+            detail=f"{accuracy['protocol']['num_tokens']:,} tokens",
+        )
+    if similarity:
+        yield Tile(
+            name="Error of outputs",
+            value=f"{similarity['relative_rms_error']:.2%}",
+            detail=f"{similarity['num_windows']} windows of {similarity['window']} tokens",
+        )
+        yield Tile(
+            name="Mean cosine",
+            value=f"{similarity['mean_cosine']:.5f}",
+            detail=f"lowest {similarity['lowest_cosine']:.5f}",
+        )
+
+
+def _kept_lines(document: Json) -> Iterable[str]:
+    for entry in document.get("kept", ()):
+        yield f"not quantized: {entry['count']} {entry['role']} ({entry['reason']})"
+
+
+def _search_picture(search: Json | None) -> Scatter | None:
+    """Size against KL divergence of all configurations that the search measured."""
+    if not search or len(search["candidates"]) < 2:
+        return None
+    chosen = search["chosen"]["choices"]
+    points = [
+        Point(
+            x=candidate["num_bytes"] / 1e6,
+            y=candidate["loss"]["kl_divergence"],
+            label=candidate["label"],
+            description=f"{candidate['label']}{', chosen' if candidate['choices'] == chosen else ''}\n"
+            f"{megabytes(candidate['num_bytes'])} MB of projections\n"
+            f"KL divergence {candidate['loss']['kl_divergence']:.3g}\n"
+            f"perplexity {candidate['loss']['ppl_increase']:+.2%}\n"
+            f"top-1 agreement {candidate['loss']['top1_agreement']:.2%}",
+            is_chosen=candidate["choices"] == chosen,
+        )
+        for candidate in search["candidates"]
+    ]
+    limit = (search["max_kl"], f"budget {search['max_kl']:g}") if "max_kl" in search else None
+    names = ("projections, MB", "KL divergence, nats")
+    return scatter("Size and KL divergence of the search", names, points, limit=limit)
+
+
+def _bars(document: Json) -> Iterable[Bars | None]:
+    for key, phase, unit in PHASES:
+        yield _latency_bars(document.get("latency", ()), key, phase, unit)
+    parts = document["size"].get("parts", ())
+    yield bars_of(
+        "Where the bytes go",
+        ("part", "MB"),
+        [(part["name"], part["num_bytes"], megabytes(part["num_bytes"])) for part in parts],
+    )
+    seconds = document.get("seconds", {})
+    yield bars_of(
+        "Time of the stages of this run",
+        ("stage", "seconds"),
+        [(stage, spent, figures(spent)) for stage, spent in seconds.items()],
+    )
+
+
+def _latency_bars(entries: Sequence[Json], key: str, phase: str, unit: str) -> Bars | None:
+    rows, references, marks = [], [], {}
+    for entry in entries:
+        provider = entry["provider"].removesuffix("ExecutionProvider")
+        reference = entry.get("reference", {}).get(key)
+        if reference is not None:
+            rows.append((f"float32, {provider}", reference, figures(reference)))
+            references.append(f"float32, {provider}")
+        if key in entry:
+            rows.append((f"artifact, {provider}", entry[key], figures(entry[key])))
+            if "decode" in key and "floor_ms_per_token" in entry:
+                marks[f"artifact, {provider}"] = entry["floor_ms_per_token"]
+    floor = "; ".join(figures(value) for value in marks.values())
+    return bars_of(
+        f"Latency of {phase}",
+        ("model", unit),
+        rows,
+        references=references,
+        marks=marks,
+        note=f"The line marks the memory floor: {floor} {unit} to read weights and cache once."
+        if marks
+        else "",
+    )
