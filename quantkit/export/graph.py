@@ -182,6 +182,11 @@ def save(model: onnx.ModelProto, path: Path) -> None:
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
+def described_bytes(model: onnx.ModelProto) -> int:
+    """Bytes of a graph without its weights: nodes, names, shapes and metadata."""
+    return int(model.ByteSize()) - sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+
+
 def load(path: Path) -> onnx.ModelProto:
     """Read a graph with all of its weights."""
     return onnx.load(str(path))
