@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -206,14 +207,22 @@ def emit(job: ExportJob, kind: str, contents: Contents, checkpoint: Checkpoint) 
 
 
 def expected_bytes(job: ExportJob) -> int:
-    """Bytes of the files that a decoder or encoder will have; no weight is read."""
+    """Bytes of graph and weights of a model with dynamic shapes, without the graph where it is traced."""
     kind = kind_of(job.model_map, job.profile)
     contents = dynamic_contents(job, kind)
-    header = checkpoint_header(job.model_map, job.plan, contents, job.scheme, job.fit)
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
-        checkpoint = reserve_checkpoint(Path(folder) / WEIGHTS_FILE, contents.tensors(), header)
+    with reserved(job, contents) as checkpoint:
+        if kind == "traced":
+            return planned_bytes(contents.tensors())
         graph, keeps_outside = emit(job, kind, contents, checkpoint)
         return graph.ByteSize() + (checkpoint.path.stat().st_size if keeps_outside else 0)
+
+
+@contextmanager
+def reserved(job: ExportJob, contents: Contents) -> Iterator[Checkpoint]:
+    """A checkpoint of zeros that takes no space, from which a graph is emitted to be counted."""
+    header = checkpoint_header(job.model_map, job.plan, contents, job.scheme, job.fit)
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+        yield reserve_checkpoint(Path(folder) / WEIGHTS_FILE, contents.tensors(), header)
 
 
 def require_exportable(model_map: ModelMap, kind: str, target: str, original: Path | None) -> None:
