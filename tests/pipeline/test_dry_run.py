@@ -36,7 +36,7 @@ def write_tiny(family, folder, **sizes):
         ("demo", {}),
         ("demo", {"scheme": "int4_block32", "fit": "rtn", "layers": {"ffn_down": "float"}}),
         ("demo", {"target": "gpu"}),
-        ("demo", {"target": "npu", "prompt_length": 16, "cache_length": 32}),
+        ("demo", {"target": "npu", "prompt_length": 12, "cache_length": 32}),
         ("bert", {"min_dim": 1}),
         ("llama", {"min_dim": 1}),
     ],

@@ -214,7 +214,7 @@ def expected_bytes(job: ExportJob) -> int:
         if kind == "traced":
             return planned_bytes(contents.tensors())
         graph, keeps_outside = emit(job, kind, contents, checkpoint)
-        return graph.ByteSize() + (checkpoint.path.stat().st_size if keeps_outside else 0)
+        return int(graph.ByteSize()) + (checkpoint.path.stat().st_size if keeps_outside else 0)
 
 
 @contextmanager
