@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quantkit.errors import InputError
     from quantkit.pipeline.artifact import Artifact, load
     from quantkit.pipeline.compare import compare
+    from quantkit.pipeline.dry_run import DryRun, dry_run
     from quantkit.pipeline.inspect import inspect
     from quantkit.pipeline.quantize import quantize
 
@@ -25,11 +26,13 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.1.0"
-__all__ = ["Artifact", "InputError", "compare", "inspect", "load", "quantize"]
+__all__ = ["Artifact", "DryRun", "InputError", "compare", "dry_run", "inspect", "load", "quantize"]
 _HOMES = {
     "Artifact": "quantkit.pipeline.artifact",
+    "DryRun": "quantkit.pipeline.dry_run",
     "InputError": "quantkit.errors",
     "compare": "quantkit.pipeline.compare",
+    "dry_run": "quantkit.pipeline.dry_run",
     "inspect": "quantkit.pipeline.inspect",
     "load": "quantkit.pipeline.artifact",
     "quantize": "quantkit.pipeline.quantize",

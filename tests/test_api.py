@@ -39,7 +39,16 @@ def test_examples_in_docstrings_run(name, tmp_path, demo_artifact):
 
 
 def test_every_public_name_resolves():
-    assert set(quantkit.__all__) == {"Artifact", "InputError", "compare", "inspect", "load", "quantize"}
+    assert set(quantkit.__all__) == {
+        "Artifact",
+        "DryRun",
+        "InputError",
+        "compare",
+        "dry_run",
+        "inspect",
+        "load",
+        "quantize",
+    }
     for name in quantkit.__all__:
         assert callable(getattr(quantkit, name))
         assert name in dir(quantkit)

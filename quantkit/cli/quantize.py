@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,8 +20,12 @@ from quantkit.cli.app import (
     finish,
     parse_size,
     parse_transforms,
+    show,
 )
 from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.options import Options
 
 
 @app.command()
@@ -102,25 +106,20 @@ def quantize(
     keep_checkpoint: Annotated[
         bool, typer.Option("--keep-checkpoint", help="keep the quantized safetensors of a small model too")
     ] = False,
+    plans_only: Annotated[
+        bool, typer.Option("--dry-run", help="show what would be done and its size; write nothing")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize, export, check and measure a model; ends in a table and a report."""
+    from quantkit.pipeline.options import Options
     from quantkit.pipeline.quantize import quantize as quantize_model
     from quantkit.report.document import report_json
     from quantkit.report.quantization import quantization_page
     from quantkit.report.tables import print_page
 
-    artifact = quantize_model(
-        model,
-        recipe=recipe,
-        output=output,
-        force=force,
-        keep_checkpoint=keep_checkpoint,
-        trust_remote_code=trust_remote_code,
-        statistics=statistics,
-        resume=resumes,
-        quiet=False,
+    options = Options(
         min_dim=parse_size(min_dim),
         include=include,
         exclude=exclude,
@@ -149,6 +148,21 @@ def quantize(
         max_tokens=max_tokens,
         threads=threads,
     )
+    if plans_only:
+        show_dry_run(model, recipe, output, options, force=force, trusts=trust_remote_code, as_json=as_json)
+        return
+    artifact = quantize_model(
+        model,
+        recipe=recipe,
+        output=output,
+        force=force,
+        keep_checkpoint=keep_checkpoint,
+        trust_remote_code=trust_remote_code,
+        statistics=statistics,
+        resume=resumes,
+        quiet=False,
+        **options,
+    )
     document = report_json(artifact.report)
     if as_json:
         typer.echo(json.dumps({"artifact": str(artifact.folder), **document}, indent=2))
@@ -156,6 +170,28 @@ def quantize(
         print_page(quantization_page(document))
         typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}, .html")
     finish(artifact.report.is_sound and not artifact.report.failures)
+
+
+def show_dry_run(
+    model: str | None,
+    recipe: Path | None,
+    output: Path | None,
+    options: Options,
+    *,
+    force: bool,
+    trusts: bool,
+    as_json: bool,
+) -> None:
+    """The decisions of a run and the size of its files."""
+    from quantkit.model.model_map import to_json
+    from quantkit.pipeline.dry_run import dry_run
+    from quantkit.report.dry_run import dry_run_page
+
+    forecast = dry_run(
+        model, recipe=recipe, output=output, force=force, trust_remote_code=trusts, quiet=False, **options
+    )
+    document = to_json(forecast)
+    show(document, dry_run_page(document), "json" if as_json else "table")
 
 
 def parse_layers(texts: Sequence[str] | None) -> Mapping[str, str] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,21 @@ def _row_slot(slot: Slot, first: int, number: int) -> Slot:
 def save(model: onnx.ModelProto, path: Path) -> None:
     """Write the graph; weights beside it are there already."""
     path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def described_bytes(model: onnx.ModelProto) -> int:
+    """Bytes of a graph without its weights: nodes, names, shapes and metadata."""
+    return int(model.ByteSize()) - sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+
+
+def counted_bytes(models: Collection[onnx.ModelProto]) -> int:
+    """Bytes of graphs that share their weights in one file."""
+    weights: dict[str, int] = {}
+    for tensor in (tensor for model in models for tensor in model.graph.initializer):
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        key = f"at {place['offset']}" if place else tensor.name
+        weights[key] = int(place["length"]) if place else len(tensor.raw_data)
+    return sum(map(described_bytes, models)) + sum(weights.values())
 
 
 def load(path: Path) -> onnx.ModelProto:

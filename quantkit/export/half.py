@@ -2,7 +2,8 @@
 
 Every float value becomes float16, weights, scales and the cache included; integer codes stay, and products
 take their inputs as they are instead of rounding them to integers. Norms keep their sums in float32, as their
-operators do by themselves. All outputs but the cache stay float32, so that callers need no change.
+operators do by themselves. Rotary tables are made in float32, as float16 counts up to 2048 only.
+All outputs but the cache stay float32, so that callers need no change.
 Float weights of a file beside the graph are read, and lie in the graph as halves.
 """
 
@@ -17,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from quantkit.errors import InputError
+from quantkit.export.rotary import TABLES
 
 AS_THEY_ARE = 0  # the accuracy level at which products round no input
 CACHE = "present."  # outputs that are read again as they are
@@ -30,7 +32,7 @@ def to_half(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     halved.CopyFrom(model)
     graph = halved.graph
     for tensor in graph.initializer:
-        if tensor.data_type == TensorProto.FLOAT:
+        if tensor.data_type == TensorProto.FLOAT and not tensor.name.startswith(TABLES):
             _halve(tensor, folder)
     for node in graph.node:
         for attribute in node.attribute:

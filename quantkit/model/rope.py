@@ -33,8 +33,9 @@ class Rope:
 
 
 def plain_frequencies(theta: float, rotary_dim: int) -> NDArray[np.float32]:
-    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
-    return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    """Powers are torch's, as in transformers: an ulp of a frequency grows with the position."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+    return np.asarray((1.0 / theta**exponents).numpy(), np.float32)
 
 
 def read_ropes(base: nn.Module) -> Mapping[str, Rope]:
@@ -70,7 +71,7 @@ def _rope(rotary: Any, kind: str) -> Rope:
     values = getattr(rotary, f"{prefix}{FREQUENCIES}").float().numpy()
     factor = float(getattr(rotary, f"{prefix}attention_scaling"))
     theta, rotary_dim = float(parameters.get("rope_theta") or config.rope_theta), 2 * len(values)
-    is_plain = np.allclose(values, plain_frequencies(theta, rotary_dim), rtol=1e-6, atol=0)
+    is_plain = np.array_equal(values, plain_frequencies(theta, rotary_dim))
     rope_type = rotary.rope_type[kind] if kind else rotary.rope_type
     return Rope(
         theta=theta,

@@ -21,7 +21,7 @@ from quantkit.pipeline.stages.export import write_companions
 from quantkit.pipeline.stages.float_reference import float_twin, measure_written
 from quantkit.pipeline.stages.preflight import require_space
 from quantkit.pipeline.stages.prepare import discard, prepare, resumable
-from quantkit.pipeline.stages.resolve import resolve
+from quantkit.pipeline.stages.resolve import Resolved, resolve
 from quantkit.pipeline.stages.search import write_within_budget
 from quantkit.pipeline.stages.write import write
 from quantkit.progress import Progress
@@ -86,7 +86,7 @@ def quantize(
     >>> artifact.report.projections.quantized
     37
     """
-    base = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe)) if recipe else Recipe()
+    base = recipe_of(recipe)
     if isinstance(calibration, (str, Path)):
         options["calibration_text"] = str(calibration)
     elif calibration is not None:
@@ -107,31 +107,13 @@ def quantize(
         return run(recipe.model_copy(update={"model": name}), settings, source=source)
 
 
+def recipe_of(recipe: Recipe | str | Path | None) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe)) if recipe else Recipe()
+
+
 def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artifact:
     """The stages; the output appears when all of them are done."""
-    if recipe.model is None and source is None:
-        raise InputError(
-            "no model was named",
-            where="quantize",
-            allowed="a folder, 'demo', a well-known name, a Hub name, or a recipe with the key 'model'",
-            next_step="'quantkit quantize demo' tries it on the embedded model",
-        )
-    if settings.output:
-        check_output(settings.output, recipe, settings)
-    progress = Progress(quiet=settings.quiet)
-    resolved = resolve(
-        recipe,
-        progress,
-        source=source,
-        statistics=settings.statistics,
-        resumes=settings.resume,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    output = settings.output
-    if output is None:
-        output = Path(f"{resolved.source.name.replace('/', '--')}-{resolved.recipe.scheme}")
-        check_output(output, recipe, settings)
-    require_space(resolved, output)
+    resolved, output = resolved_run(recipe, settings, Progress(quiet=settings.quiet), source=source)
     with new_artifact(output, force=settings.force) as folder, resumable(resolved):
         prepared = prepare(resolved)
         write_companions(resolved.source, resolved.model_map, folder, target_name=resolved.recipe.target)
@@ -149,6 +131,35 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
         write_card(folder, report, written)
     discard(prepared)
     return Artifact(output, report=report, check="none")
+
+
+def resolved_run(
+    recipe: Recipe, settings: Run, progress: Progress, *, source: Source | None = None
+) -> tuple[Resolved, Path]:
+    """(the model mapped and planned, the output); everything is refused here that can be before the work."""
+    if recipe.model is None and source is None:
+        raise InputError(
+            "no model was named",
+            where="quantize",
+            allowed="a folder, 'demo', a well-known name, a Hub name, or a recipe with the key 'model'",
+            next_step="'quantkit quantize demo' tries it on the embedded model",
+        )
+    if settings.output:
+        check_output(settings.output, recipe, settings)
+    resolved = resolve(
+        recipe,
+        progress,
+        source=source,
+        statistics=settings.statistics,
+        resumes=settings.resume,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    output = settings.output
+    if output is None:
+        output = Path(f"{resolved.source.name.replace('/', '--')}-{resolved.recipe.scheme}")
+        check_output(output, recipe, settings)
+    require_space(resolved, output)
+    return resolved, output
 
 
 def check_output(output: Path, recipe: Recipe, settings: Run) -> None:

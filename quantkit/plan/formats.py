@@ -8,12 +8,14 @@ activation scales are the fastest for long prompts and inaccurate on models with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.errors import InputError
 from quantkit.model.model_map import READ_NO_NORM, Role
 
 BITS_IN_HALVES = 16
+BLOCKS = (256, 128, 64, 32, 16)  # sizes of MatMulNBits
+MOST_PADDING = 0.02  # of a row of lm_head or of an embedding
 LARGEST_IN_HALVES = 127 * 256 + 127
 
 
@@ -100,6 +102,16 @@ class Scheme:
 
     body: Format
     head: Format = TABLES
+
+
+def with_little_padding(grid: Grid, columns: int) -> Grid:
+    """The grid with the largest blocks, up to its own, that pad a row of `columns` by at most 2%.
+
+    Blocks of 16 are left out: their scales take a quarter of the codes' bytes.
+    """
+    sizes = [size for size in BLOCKS if 32 <= size <= (grid.block or 0)]
+    fitting = (size for size in sizes if -columns % size <= MOST_PADDING * columns)
+    return replace(grid, block=next(fitting, sizes[-1] if sizes else grid.block))
 
 
 def _channels(activations: str) -> Scheme:

@@ -31,13 +31,8 @@ def _lay_out(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
     return placed
 
 
-def write_checkpoint(
-    path: Path,
-    specs: Sequence[TensorSpec],
-    parts: Iterable[Part],
-    description: Mapping[str, Any],
-) -> Checkpoint:
-    """Write tensors that come in parts; the parts of a tensor come in order."""
+def reserve_checkpoint(path: Path, specs: Sequence[TensorSpec], description: Mapping[str, Any]) -> Checkpoint:
+    """Write the header; the tensors are a hole in the file, and read as zeros."""
     placed = _lay_out(specs)
     entries: dict[str, Any] = {
         "__metadata__": {
@@ -58,10 +53,23 @@ def write_checkpoint(
     slots = {
         spec.name: Slot(spec=spec, offset=start + offset, length=spec.num_bytes) for spec, offset in placed
     }
-    written = dict.fromkeys(slots, 0)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(start + sum(slot.length for slot in slots.values()))
+    return Checkpoint(path=path, slots=slots, description=description)
+
+
+def write_checkpoint(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    parts: Iterable[Part],
+    description: Mapping[str, Any],
+) -> Checkpoint:
+    """Write tensors that come in parts; the parts of a tensor come in order."""
+    checkpoint = reserve_checkpoint(path, specs, description)
+    slots = checkpoint.slots
+    written = dict.fromkeys(slots, 0)
+    with path.open("r+b") as file:
         for name, part in parts:
             slot = slots[name]
             assert part.dtype == DTYPES[slot.spec.dtype], (name, part.dtype)
@@ -71,4 +79,4 @@ def write_checkpoint(
             written[name] += data.nbytes
     unfinished = [name for name, slot in slots.items() if written[name] != slot.length]
     assert not unfinished, f"not written in full: {unfinished[:3]}"
-    return Checkpoint(path=path, slots=slots, description=description)
+    return checkpoint

@@ -18,7 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.model.model_map import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Role, Rows
-from quantkit.plan.formats import FLOAT, Format, Grid, Scheme, format_for, in_blocks
+from quantkit.plan.formats import (
+    BLOCKS,
+    FLOAT,
+    Format,
+    Grid,
+    Scheme,
+    format_for,
+    in_blocks,
+    with_little_padding,
+)
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import matches
 from quantkit.quantization.grid import Floats, decode, from_bytes, from_halves
@@ -220,6 +229,9 @@ def formats_of(
         for layer in model_map.layers:
             if name != FLOAT and matches(layer, pattern):
                 formats[layer.name] = format_for(name, is_head=layer.role is Role.LM_HEAD)
+    for head in (layer for layer in model_map.layers if layer.role is Role.LM_HEAD):
+        grid = with_little_padding(formats[head.name].grid, head.in_features)
+        formats[head.name] = replace(formats[head.name], grid=grid)
     return formats
 
 
@@ -231,7 +243,7 @@ def for_groups(chosen: Format, layer: Layer) -> Format:
     if layer.num_groups == 1:
         return chosen
     width, largest = layer.in_features // layer.num_groups, chosen.grid.block or LARGEST_GROUP_BLOCK
-    fitting = [size for size in (256, 128, 64, 32, 16) if size <= largest and width % size == 0]
+    fitting = [size for size in BLOCKS if size <= largest and width % size == 0]
     return in_blocks((*fitting, 16)[0], bits=chosen.grid.bits, is_symmetric=chosen.grid.is_symmetric)
 
 
@@ -271,10 +283,11 @@ def contents_of(
         # A table that a float head reads stays float.
         is_large = max(table.num_rows, table.num_columns) >= plan.min_dim and bool(planned)
         is_large = is_large and table.name not in {pack.table for pack in packs}
+        own_grid = with_little_padding(table_grid, table.num_columns) if is_large else None
         tables.append(
             TableEntry(
                 table=table,
-                grid=holder.grid if holder else (table_grid if is_large else None),
+                grid=holder.grid if holder else own_grid,
                 shares=holder.name if holder else table.tied_to,
             )
         )

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from quantkit.files import read_json
 from quantkit.model.linears import weight_OI
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.names import modules_by_name
-from quantkit.plan.formats import FLOAT, Format, format_for
+from quantkit.plan.formats import FLOAT, Format, format_for, with_little_padding
 from quantkit.quantization.calibration.statistics import StatisticsOf
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.grid import decode_all
@@ -44,7 +45,10 @@ VERSION = 2  # of the method: a change invalidates older losses
 
 def format_named(name: str, pack: Pack) -> Format:
     """The format that a scheme gives a pack."""
-    return format_for(name, is_head=pack.layers[0].role is Role.LM_HEAD)
+    if pack.layers[0].role is not Role.LM_HEAD:
+        return format_for(name, is_head=False)
+    chosen = format_for(name, is_head=True)
+    return replace(chosen, grid=with_little_padding(chosen.grid, pack.in_features))
 
 
 def measure_sensitivity(

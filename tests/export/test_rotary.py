@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 from exporting import NOTHING, build_tiny, error, export
 
 from quantkit.errors import InputError
-from quantkit.export.rotary import cosines_and_sines
 from quantkit.model.families import FAMILIES
-from quantkit.model.inspect import inspect, map_module
+from quantkit.model.inspect import inspect
 from quantkit.model.load import TRANSFORMERS_MAJOR
 from quantkit.runtime.decoder import open_decoder, start
 
@@ -116,16 +117,62 @@ def test_the_float_graph_rotates_as_transformers_does(family, changes, tmp_path)
                 start(decoder, batch=1, capacity=length)
 
 
-@pytest.mark.parametrize("position", [0, 1, 37, 4095])
-def test_cosines_and_sines_are_those_of_the_module(position):
-    """The angles themselves, at the far end of the context too."""
-    model = model_of("llama", {**CONFIGS["yarn"], "max_position_embeddings": 4096})
-    attention = map_module(model, name="yarn").blocks[0].attentions[0]
-    made = cosines_and_sines(attention, 4096)
-    wanted = model.model.rotary_emb(torch.zeros(1), torch.tensor([[position]]))
-    for table, row in zip(made, wanted, strict=True):
-        # Float32 frequencies that differ by an ulp turn by 4096 ulps at the end of the context.
-        assert np.abs(table[position] - row[0, 0, :PAIRS].numpy()).max() < 1e-3
+CONTEXT = 131072
+TABLE_CASES = {
+    "plain": ("llama", {"rope_theta": 5e5}),
+    "llama3": ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}}),
+    "yarn": ("llama", {"rope_scaling": {**YARN, "original_max_position_embeddings": 32768}}),
+    "longrope": (
+        "phi3",
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": CONTEXT - 1},
+    ),
+    "partial": ("gpt_neox", {"rotary_pct": 0.5}),
+    "local and global": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"]}),
+}
+
+
+def tables_of_module(model, number, positions):
+    """Cosines and sines by the rotary module that the block itself is given."""
+    base = getattr(model, "model", None) or model.base_model
+    rows, ids = torch.zeros(1), torch.from_numpy(positions[None])
+    kinds = getattr(model.config, "layer_types", None) if model.config.model_type == "gemma3_text" else None
+    if kinds and TRANSFORMERS_MAJOR >= 5:
+        tables = base.rotary_emb(rows, ids, kinds[number])
+    elif kinds and kinds[number] == "sliding_attention":
+        tables = base.rotary_emb_local(rows, ids)
+    else:
+        tables = base.rotary_emb(rows, ids)
+    return [table[0, :, : table.shape[-1] // 2].numpy() for table in tables]
+
+
+def as_opened(path):
+    """The graph as onnxruntime runs it."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(path.with_name("opened.onnx"))
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return onnx.load(options.optimized_model_filepath).graph
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize(("family", "changes"), TABLE_CASES.values(), ids=TABLE_CASES)
+def test_an_opened_graph_holds_the_tables_of_the_module(family, changes, target, tmp_path):
+    """To the last position of a long context; no node computes them in a run, and the file has none."""
+    model = model_of(family, {**changes, "max_position_embeddings": CONTEXT})
+    model.save_pretrained(tmp_path / "model")
+    exported = export(tmp_path / "model", tmp_path / "out", target=target)
+    assert exported.paths[0].stat().st_size < CONTEXT * 4
+    graph = as_opened(exported.paths[0])
+    assert not [node.name for node in graph.node if node.name.startswith("rope_")]
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    attentions = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    assert attentions
+    positions = np.unique(np.geomspace(1, CONTEXT - 1, 1000).astype(np.int64) - 1)
+    tolerance = 1.5e-7 if target == "cpu" else 2**-11
+    for number, node in enumerate(attentions):
+        for name, table in zip(node.input[7:9], tables_of_module(model, number, positions), strict=True):
+            opened = onnx.numpy_helper.to_array(constants[name])[positions].astype(np.float32)
+            assert np.abs(opened - table).max() <= tolerance * np.abs(table).max()
 
 
 def test_a_longrope_model_ends_where_its_short_factors_do(tmp_path):

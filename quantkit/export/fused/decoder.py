@@ -20,7 +20,7 @@ from quantkit.export.decoder import DecoderWalk, why_not
 from quantkit.export.fused.latent import add_latents, keeps_latents
 from quantkit.export.fused.operators import FusedOperators
 from quantkit.export.graph import CONTRIB, Graph
-from quantkit.export.rotary import Rotation, cosines_and_sines, rotation_of
+from quantkit.export.rotary import TABLES, Rotation, add_tables, rotation_of
 from quantkit.export.walk import Stream, norm_at
 from quantkit.model.model_map import Attention, Block, ModelMap, NormPlace, PositionKind
 from quantkit.plan.targets import Target
@@ -90,7 +90,7 @@ class FusedDecoder(FusedOperators):
     bias: str = ""  # [batch, 1, sequence, total]
     num_new: str = ""  # [1], int64: tokens that each row is given now
     places: str = ""  # [batch, rows, 1], int64: new tokens that logits are computed of
-    rotations: dict[Rotation, int] = field(default_factory=dict)
+    rotations: dict[Rotation, tuple[str, str]] = field(default_factory=dict)  # cosines and sines
 
     def read_mask(self, new: str) -> None:
         """Inputs for mask and positions; lengths and the padding bias from the mask alone.
@@ -212,14 +212,11 @@ class FusedDecoder(FusedOperators):
 
     def rotation(self, attention: Attention) -> tuple[str, str]:
         """Names of the cosine and sine tables, one pair for all blocks that turn alike."""
-        graph = self.graph
         key = rotation_of(attention)
-        label = f"rope_{self.rotations.setdefault(key, len(self.rotations))}"
-        if f"{label}/cos" not in graph.initializers:
-            cos, sin = cosines_and_sines(attention, self.model_map.context or 2048)
-            graph.constant(f"{label}/cos", cos)
-            graph.constant(f"{label}/sin", sin)
-        return f"{label}/cos", f"{label}/sin"
+        if key not in self.rotations:
+            label, context = f"{TABLES}{len(self.rotations)}", self.model_map.context or 2048
+            self.rotations[key] = add_tables(self.graph, label, attention, context)
+        return self.rotations[key]
 
 
 def rotates_inside(attention: Attention) -> bool:

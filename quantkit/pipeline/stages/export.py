@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from quantkit.export.encoder import why_not_encoder
 from quantkit.export.fused.decoder import emit_decoder, why_not_fused
 from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
-from quantkit.export.graph import ModelProto, load, save
+from quantkit.export.graph import ModelProto, described_bytes, load, save
 from quantkit.export.half import to_half
 from quantkit.export.traced.lower import lower
 from quantkit.export.traced.trace import require_traceable, trace
@@ -41,7 +42,7 @@ from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose
 from quantkit.plan.targets import DEFAULT_TARGET, TARGETS, Target, format_on
 from quantkit.quantization.calibration.statistics import StatisticsOf
-from quantkit.quantization.checkpoint import write_checkpoint
+from quantkit.quantization.checkpoint import reserve_checkpoint, write_checkpoint
 from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of, planned_bytes
 from quantkit.quantization.projections import weight_name
 from quantkit.quantization.rounding import PLAIN
@@ -143,31 +144,16 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
     assert not job.profile.is_static, "export_static writes these"
     kind = kind_of(job.model_map, job.profile)
     require_exportable(job.model_map, kind, job.target, job.original)
-    contents = contents_of(
-        job.model_map,
-        job.plan,
-        job.formats,
-        table_grid=SCHEMES[job.scheme].head.grid,
-        packs_attention=kind != "traced",
-        adds_biases=job.adds_biases,
-    )
+    contents = dynamic_contents(job, kind)
     checkpoint, losses = write_rounded(job, contents, folder, count)
-    metadata = graph_metadata(job, contents, kind)
-    keeps_outside = checkpoint.path.stat().st_size > job.single_file_bytes
     if kind == "traced":
-        graphs, keeps_outside = _trace(job, contents, checkpoint, metadata)
+        graphs, keeps_outside = _trace(job, contents, checkpoint, graph_metadata(job, contents, kind))
     else:
-        graph = (emit_decoder if kind == "decoder" else emit_encoder)(
-            job.model_map,
-            contents,
-            checkpoint,
-            target=job.profile,
-            metadata=metadata,
-            keeps_weights_outside=keeps_outside,
-        )
+        graph, keeps_outside = emit(job, kind, contents, checkpoint)
         graphs = {MODEL_FILE: graph}
+    planned = _planned_bytes(contents, graphs.values(), job.profile, checkpoint if keeps_outside else None)
     for name, graph in graphs.items():
-        save(to_half(graph, folder) if job.profile.is_half else graph, folder / name)
+        save(graph, folder / name)
     if not keeps_outside and not job.keeps_checkpoint:
         checkpoint.path.unlink()
     paths = tuple(folder / name for name in graphs)
@@ -177,10 +163,66 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
         paths=paths,
         contents=contents,
         placement=check_models(paths, job.plan, job.profile),
-        planned_bytes=planned_bytes(contents.tensors()),
+        planned_bytes=planned,
         traffic=traffic_of(job.model_map, contents),
         losses=losses,
     )
+
+
+def dynamic_contents(job: ExportJob, kind: str) -> Contents:
+    return contents_of(
+        job.model_map,
+        job.plan,
+        job.formats,
+        table_grid=SCHEMES[job.scheme].head.grid,
+        packs_attention=kind != "traced",
+        adds_biases=job.adds_biases,
+    )
+
+
+def _planned_bytes(
+    contents: Contents, graphs: Iterable[ModelProto], target: Target, beside: Checkpoint | None
+) -> int:
+    """Bytes of the planned tensors and of graphs without weights; `beside` stays beside the graph."""
+    tensors = planned_bytes(contents.tensors())
+    floats = (
+        planned_bytes(spec for spec in contents.tensors() if spec.dtype == "F32") if target.is_half else 0
+    )
+    stored = beside.path.stat().st_size + floats // 2 if beside else tensors - floats // 2
+    return stored + sum(described_bytes(graph) for graph in graphs)
+
+
+def emit(job: ExportJob, kind: str, contents: Contents, checkpoint: Checkpoint) -> tuple[ModelProto, bool]:
+    """(the graph of a decoder or encoder, whether the checkpoint stays beside it)."""
+    keeps_outside = checkpoint.path.stat().st_size > job.single_file_bytes
+    graph = (emit_decoder if kind == "decoder" else emit_encoder)(
+        job.model_map,
+        contents,
+        checkpoint,
+        target=job.profile,
+        metadata=graph_metadata(job, contents, kind),
+        keeps_weights_outside=keeps_outside,
+    )
+    return to_half(graph, checkpoint.path.parent) if job.profile.is_half else graph, keeps_outside
+
+
+def expected_bytes(job: ExportJob) -> int:
+    """Bytes of graph and weights of a model with dynamic shapes, without the graph where it is traced."""
+    kind = kind_of(job.model_map, job.profile)
+    contents = dynamic_contents(job, kind)
+    with reserved(job, contents) as checkpoint:
+        if kind == "traced":
+            return planned_bytes(contents.tensors())
+        graph, keeps_outside = emit(job, kind, contents, checkpoint)
+        return int(graph.ByteSize()) + (checkpoint.path.stat().st_size if keeps_outside else 0)
+
+
+@contextmanager
+def reserved(job: ExportJob, contents: Contents) -> Iterator[Checkpoint]:
+    """A checkpoint of zeros that takes no space, from which a graph is emitted to be counted."""
+    header = checkpoint_header(job.model_map, job.plan, contents, job.scheme, job.fit)
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+        yield reserve_checkpoint(Path(folder) / WEIGHTS_FILE, contents.tensors(), header)
 
 
 def require_exportable(model_map: ModelMap, kind: str, target: str, original: Path | None) -> None:

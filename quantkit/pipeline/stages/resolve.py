@@ -171,6 +171,13 @@ def require_possible(recipe: Recipe, model_map: ModelMap, kind: str) -> None:
             where=recipe.model or "",
             next_step=f"leave out {changes[0]}",
         )
+    if recipe.cache != "float32" and (kind != "decoder" or TARGETS[recipe.target].is_static):
+        raise InputError(
+            f"its cache is not one that can be {recipe.cache}",
+            where=recipe.model or "",
+            allowed="a decoder that is written as a fused graph",
+            next_step="leave --cache out",
+        )
     if recipe.searches and (kind != "decoder" or recipe.random_weights):
         raise InputError(
             "a budget of perplexity or KL divergence needs a decoder with real weights",

@@ -154,13 +154,6 @@ def quantize_cache(resolved: Resolved, prepared: Prepared, exported: Exported) -
     name, model_map = resolved.recipe.cache, prepared.model_map
     if CACHE_FORMATS[name].bits is None:
         return
-    if exported.kind != "decoder":
-        raise InputError(
-            f"its cache is not one that can be {name}",
-            where=model_map.name,
-            allowed="a decoder that is written as a fused graph",
-            next_step="leave --cache out",
-        )
     windows_NT = calibration_windows(resolved.recipe, resolved.source, model_map)[:CACHE_WINDOWS]
     peaks: dict[str, CachePeaks] = {}
     decoder = open_decoder(exported.folder)

@@ -1,0 +1,129 @@
+"""A dry run: what `quantize` would do, and the bytes that it would write. No weight is read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from quantkit.export.probes import format_name
+from quantkit.pipeline.options import Options, with_options
+from quantkit.pipeline.quantize import Run, recipe_of, resolved_run
+from quantkit.pipeline.stages.export import expected_bytes, write_companions
+from quantkit.pipeline.stages.export_static import expected_static_bytes
+from quantkit.pipeline.stages.prepare import Prepared
+from quantkit.pipeline.stages.write import export_job
+from quantkit.plan.plan import Count, FormulaCheck, LayerPlan
+from quantkit.plan.targets import TARGETS
+from quantkit.progress import Progress
+from quantkit.recipe import Recipe
+from quantkit.report.document import Kept, kept_projections
+
+TRACED = "a traced graph comes on top of these bytes: its operators are known once it is traced"
+SEARCHED = "these bytes are the scheme's: a search within a budget chooses other formats"
+UNTIED = "these bytes are with a tied head: a transform that unties it stores a second table"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """The decisions of a run, and the bytes of its files."""
+
+    model: str
+    output: str
+    kind: str
+    scheme: str
+    target: str
+    fit: str
+    transforms: tuple[str, ...]
+    cache: str
+    min_dim: int
+    projections: Count
+    matrices: Count
+    parameters: Count
+    formula: FormulaCheck
+    layers: tuple[LayerPlan, ...]
+    formats: Mapping[str, int]  # projections by format
+    kept: tuple[Kept, ...]
+    source_bytes: int
+    model_bytes: int  # graphs and weights
+    companion_bytes: int  # tokenizer and configs; reports and manifest are not counted
+    notes: tuple[str, ...]
+
+
+def dry_run(
+    model: str | Path | None = None,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    output: str | Path | None = None,
+    force: bool = False,
+    trust_remote_code: bool = False,
+    quiet: bool = True,
+    **options: Unpack[Options],
+) -> DryRun:
+    """What `quantize` would do with these arguments; it refuses what `quantize` refuses before its work.
+
+    Args:
+        model: A folder, a well-known or Hub name, or "demo"; None takes the model that the recipe names.
+        recipe: A recipe or the path of a recipe file; options override it.
+        output: The artifact folder, which is not written.
+        force: Whether an older artifact may be replaced.
+        trust_remote_code: Run code that ships with the checkpoint.
+        quiet: Write no progress to stderr.
+        **options: Keys of the recipe, see `Options`.
+
+    >>> forecast = dry_run("demo")
+    >>> forecast.projections
+    Count(total=37, quantized=37)
+    """
+    settings = Run(
+        output=Path(output) if output else None, force=force, trust_remote_code=trust_remote_code, quiet=quiet
+    )
+    decided = with_options(recipe_of(recipe), options)
+    decided = decided.model_copy(update={"model": str(model)}) if model else decided
+    resolved, folder = resolved_run(decided, settings, Progress(quiet=quiet))
+    decided, plan, model_map = resolved.recipe, resolved.plan, resolved.model_map
+    prepared = Prepared(
+        resolved=resolved, model_map=model_map, weights=resolved.weights, plan=plan, formats={}
+    )
+    job = export_job(prepared, decided.layers)
+    is_static = TARGETS[decided.target].is_static
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as companions:
+        write_companions(resolved.source, model_map, Path(companions), target_name=decided.target)
+        companion_bytes = sum(path.stat().st_size for path in Path(companions).iterdir())
+    chosen = job.formats
+    notes = {
+        TRACED: resolved.kind == "traced",
+        SEARCHED: decided.searches,
+        UNTIED: decided.unties_head and bool(decided.transforms) and model_map.has_tied_head,
+    }
+    return DryRun(
+        model=model_map.name,
+        output=str(folder),
+        kind=resolved.kind,
+        scheme=decided.scheme,
+        target=decided.target,
+        fit=decided.fit,
+        transforms=tuple(decided.transforms),
+        cache=decided.cache,
+        min_dim=plan.min_dim,
+        projections=plan.projections,
+        matrices=plan.matrices,
+        parameters=plan.parameters,
+        formula=plan.formula,
+        layers=plan.layers,
+        formats=dict(
+            Counter(format_name(chosen[layer.name], layer.role) for layer in plan.layers if layer.quantized)
+        ),
+        kept=kept_projections(plan),
+        source_bytes=resolved.weights.source_bytes(),
+        model_bytes=(expected_static_bytes if is_static else expected_bytes)(job),
+        companion_bytes=companion_bytes,
+        notes=(*model_map.notes, *resolved.notes, *_true(notes)),
+    )
+
+
+def _true(notes: Mapping[str, bool]) -> Sequence[str]:
+    return [note for note, applies in notes.items() if applies]
