@@ -39,7 +39,7 @@ from quantkit.quantization.search import Choice, PackOptions
 from quantkit.quantization.simulate import input_hook, rounding_of
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
-VERSION = 2  # of the method: a change invalidates older losses
+VERSION = 3  # of the method: a change invalidates older losses
 
 
 def format_named(name: str, pack: Pack) -> Format:
