@@ -34,7 +34,7 @@ from quantkit.quantization.layout import (
 )
 from quantkit.quantization.projections import bias_of, is_transposed, runs_of, weight_name
 from quantkit.quantization.rounding import FITS, PLAIN, Fit
-from quantkit.quantization.rounding.errors import Sums, least_error, sums_of
+from quantkit.quantization.rounding.errors import Sums, loses_more, sums_of
 from quantkit.quantization.rounding.rtn import round_to_nearest
 
 CHUNK_VALUES = 1 << 20  # 4 MB of float32: large enough for numpy, small enough for the cache
@@ -54,10 +54,14 @@ class PreparedFit:
     def encode(self, weight_OI: Floats) -> Encoded:
         """Encode any rows, each by itself; to nearest where the fit loses more on held-out tokens."""
         encoded = self.fit.encode(weight_OI, self.grid, self.prepared)
-        if self.held_out_TI is None or encoded.is_plain:
+        return encoded if encoded.is_plain else self.checked(weight_OI, encoded)
+
+    def checked(self, weight_OI: Floats, encoded: Encoded) -> Encoded:
+        """The encoded rows, or plainly rounded ones."""
+        if self.held_out_TI is None:
             return encoded
         plain = round_to_nearest(weight_OI, self.grid)
-        return least_error(weight_OI, (encoded, plain), self.held_out_TI)
+        return plain if loses_more(weight_OI, encoded, plain, self.held_out_TI) else encoded
 
     def jointly(self, statistics: InputStatistics | None) -> Callable[[Floats], Encoded] | None:
         """Encoding of all rows of a projection at once; None where that gains nothing over `encode`."""
@@ -69,10 +73,8 @@ class PreparedFit:
             return None
 
         def encode_rows(weight_OI: Floats) -> Encoded:
-            encoded = encode(weight_OI, self.grid, self.prepared, outputs)
-            if self.held_out_TI is None:
-                return encoded
-            return least_error(weight_OI, (encoded, self.encode(weight_OI)), self.held_out_TI)
+            encoded = self.checked(weight_OI, encode(weight_OI, self.grid, self.prepared, outputs))
+            return self.encode(weight_OI) if encoded.is_plain else encoded
 
         return encode_rows
 

@@ -7,7 +7,6 @@ row d.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,20 +90,20 @@ def sums_of(weight_OI: Floats, encoded: Encoded, grid: Grid, second_moment_II: F
     return Sums(weights=squares(None), outputs=outputs, num_rows=num_rows, num_plain=num_plain)
 
 
-def least_error(weight_OI: Floats, candidates: Sequence[Encoded], held_out_TI: Floats) -> Encoded:
-    """The candidate with the least relative squared error of the outputs; every token counts alike.
+def loses_more(weight_OI: Floats, fitted: Encoded, plain: Encoded, held_out_TI: Floats) -> bool:
+    """Whether the mean relative squared error of the outputs is larger than plain rounding's.
 
-    Without that, a few tokens with huge activations would decide for all others.
+    Every token counts alike: in a sum of squares a few tokens with huge activations would decide for all.
     """
     power_T = np.square(held_out_TI @ weight_OI.T, dtype=np.float64).sum(1)
-    tokens = power_T > 0
+    power_T[power_T == 0] = np.inf
 
-    def error(candidate: Encoded) -> float:
-        lost_OI = weight_OI - decode_all(candidate, weight_OI.shape[1])
+    def error(encoded: Encoded) -> float:
+        lost_OI = weight_OI - decode_all(encoded, weight_OI.shape[1])
         lost_T = np.square(held_out_TI @ lost_OI.T, dtype=np.float64).sum(1)
-        return float(np.nan_to_num((lost_T[tokens] / power_T[tokens]).sum(), nan=np.inf))
+        return float((lost_T / power_T).mean())
 
-    return min(reversed(candidates), key=error)  # the last of equals
+    return not error(fitted) <= error(plain)  # no number counts as more
 
 
 def _squared(rows_OI: Floats, moment_II: Floats | None) -> float:
