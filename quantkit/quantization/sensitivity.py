@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from quantkit.errors import InputError
 from quantkit.files import read_json
 from quantkit.model.linears import weight_OI
-from quantkit.model.model_map import ModelMap, Role
+from quantkit.model.model_map import ModelMap
 from quantkit.model.names import modules_by_name
 from quantkit.plan.formats import FLOAT, Format, format_for
 from quantkit.quantization.calibration.statistics import StatisticsOf
@@ -44,7 +44,7 @@ VERSION = 3  # of the method: a change invalidates older losses
 
 def format_named(name: str, pack: Pack) -> Format:
     """The format that a scheme gives a pack."""
-    return format_for(name, is_head=pack.layers[0].role is Role.LM_HEAD)
+    return format_for(name, pack.layers[0].role)
 
 
 def measure_sensitivity(
