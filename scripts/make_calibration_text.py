@@ -1,4 +1,4 @@
-"""Write the bundled calibration text: prose, code and more than 60 languages from packages with free licences.
+"""Write the bundled calibration text: prose, code and more than 60 languages from free packages.
 
     python scripts/make_calibration_text.py
 
