@@ -71,7 +71,7 @@ class Calibration(Section):
         default=0, ge=0, description="last windows that are left out because a search was measured on them"
     )
     gradient_windows: int = Field(
-        default=8, ge=0, description="windows for output gradients that weight GPTQ; 0: none"
+        default=0, ge=0, description="windows for output gradients that weight GPTQ; 0: none"
     )
     seed: int = Field(default=0, ge=0, description="seed of the choice of windows")
 

@@ -3,7 +3,7 @@
 
     .venv/bin/python scripts/train_ws_ffn.py [-o ws-ffn] [--steps 300] [--seed 0]
 
-Both runs start from the same weights and read the same windows of the bundled calibration text; the bundled
+Both runs start from the same weights and read the same windows of the demo's calibration split; the bundled
 evaluation text is held out. Then steps of finetuning without the losses are timed against a plain gated FFN
 of the same size, one step of each in turn, and both models are quantized as `quantkit quantize` does by
 default. The trained models stay in `-o`; curves and tables go to docs/benchmarks/ws-ffn.md, .svg and .json.

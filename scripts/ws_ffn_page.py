@@ -24,7 +24,7 @@ def write_page(document: dict[str, Any], folder: Path) -> None:
         f"Made by `scripts/train_ws_ffn.py`: {sizes['num_hidden_layers']} blocks of {sizes['hidden_size']}, "
         f"FFN {sizes['intermediate_size']} with {sizes['num_latent_heads']} latent heads, "
         f"{document['steps']} steps of {sizes['batch']} x {sizes['length']} tokens from "
-        f"{document['training_tokens']:,} tokens of the bundled calibration text, seed {document['seed']}.",
+        f"{document['training_tokens']:,} tokens of the demo's calibration split, seed {document['seed']}.",
         "Held out: windows of the bundled evaluation text. "
         f"{machine['processor']}, threads: {machine['threads']}, torch {machine['torch']}, "
         f"{machine['date']}. [All figures](ws-ffn.json)",

@@ -17,7 +17,7 @@ RANDOM_TOKENS = 2048
 def read_text(measure: Measure) -> tuple[str, str]:
     """(text, name) of the user's file or of the bundled held-out text."""
     path = None if measure.text is None else Path(measure.text).expanduser()
-    text = tokens.read_text(path, bundled="evaluation.txt", flag="--text")
+    text = tokens.read_text(path, bundled="demo/evaluation.txt", flag="--text")
     return text, path.name if path else "bundled held-out text"
 
 

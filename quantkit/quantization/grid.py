@@ -27,6 +27,7 @@ class Encoded:
     codes: Codes  # [O, blocks, block]
     scales: Floats  # [O, blocks]
     zeros: Codes | None = None  # [O, blocks]; None where the grid is symmetric
+    is_plain: bool = False  # rounded to nearest
 
 
 def blocks_of(weight_OI: Floats, grid: Grid) -> Floats:

@@ -222,13 +222,11 @@ def formats_of(
     model_map: ModelMap, scheme: Scheme, own: Mapping[str, str] | None = None
 ) -> dict[str, Format]:
     """The format of every projection; `own` maps patterns to schemes, of which the last match counts."""
-    formats = {
-        layer.name: scheme.head if layer.role is Role.LM_HEAD else scheme.body for layer in model_map.layers
-    }
+    formats = {layer.name: scheme.format_of(layer.role) for layer in model_map.layers}
     for pattern, name in (own or {}).items():
         for layer in model_map.layers:
             if name != FLOAT and matches(layer, pattern):
-                formats[layer.name] = format_for(name, is_head=layer.role is Role.LM_HEAD)
+                formats[layer.name] = format_for(name, layer.role)
     for head in (layer for layer in model_map.layers if layer.role is Role.LM_HEAD):
         grid = with_little_padding(formats[head.name].grid, head.in_features)
         formats[head.name] = replace(formats[head.name], grid=grid)

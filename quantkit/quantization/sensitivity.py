@@ -40,14 +40,15 @@ from quantkit.quantization.search import Choice, PackOptions
 from quantkit.quantization.simulate import input_hook, rounding_of
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
-VERSION = 2  # of the method: a change invalidates older losses
+VERSION = 3  # of the method: a change invalidates older losses
 
 
 def format_named(name: str, pack: Pack) -> Format:
     """The format that a scheme gives a pack."""
-    if pack.layers[0].role is not Role.LM_HEAD:
-        return format_for(name, is_head=False)
-    chosen = format_for(name, is_head=True)
+    role = pack.layers[0].role
+    chosen = format_for(name, role)
+    if role is not Role.LM_HEAD:
+        return chosen
     return replace(chosen, grid=with_little_padding(chosen.grid, pack.in_features))
 
 

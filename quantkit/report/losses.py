@@ -24,7 +24,7 @@ def loss_lines(document: Json) -> Iterable[str]:
         yield f"transforms: {', '.join(document['transforms'])} (exact before rounding)"
     losses = document.get("layer_losses", [])
     if document.get("fit", PLAIN_FIT) != PLAIN_FIT and losses:
-        yield f"fit: {document['fit']}; {_gain(losses)}"
+        yield f"fit: {document['fit']}; {_gain(losses)}{_fallback(losses)}"
     smoothing = document.get("smoothing", [])
     if smoothing:
         count = sum(space.get("alpha") is not None for space in smoothing)
@@ -75,6 +75,12 @@ def _gain(losses: Iterable[Json]) -> str:
     ratios = sorted(loss[key] / loss[f"plain_{key}"] for loss in losses if loss[f"plain_{key}"])
     median = ratios[len(ratios) // 2] if ratios else 1.0
     return f"error of {what} {median:.2f}x that of round-to-nearest (median of {len(ratios)} packs)"
+
+
+def _fallback(losses: Iterable[Json]) -> str:
+    """The packs of which rows are rounded to nearest, since the fit lost more on held-out tokens."""
+    count = sum("output_error" in loss and loss.get("plain_share", 0.0) > 0 for loss in losses)
+    return f"; {count} rounded to nearest, where the fit loses more on held-out tokens" if count else ""
 
 
 def budget_limits(search: Json) -> str:

@@ -118,6 +118,8 @@ def statistics_needs(prepared: Prepared) -> dict[str, frozenset[str]]:
         if layer.name not in prepared.planned:
             continue
         layer_needs = FITS[recipe.fit].statistics
+        if layer_needs:
+            layer_needs |= {"held_out"}  # compares the fit with plain rounding
         if prepared.formats[layer.name].is_static:
             layer_needs |= {"range", "histogram"}
         if recipe.bias_correction:

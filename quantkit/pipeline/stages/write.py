@@ -195,6 +195,7 @@ def layer_losses(
                 plain_weight_error=sums.weights.plain_error,
                 output_error=sums.outputs.error if sums.outputs.values else None,
                 plain_output_error=sums.outputs.plain_error if sums.outputs.values else None,
+                plain_share=sums.num_plain / sums.num_rows,
                 kl_divergence=alone[0] if alone else None,
             )
         )

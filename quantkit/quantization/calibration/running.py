@@ -24,6 +24,7 @@ from quantkit.quantization.grid import Floats
 CHUNK_ROWS = 1024
 PANEL = 512
 SAMPLE_ROWS = 512
+HELD_OUT_ROWS, HELD_OUT_SHARE = 256, 1 / 8  # at most, of the rows
 Finished = tuple[dict[str, Floats], dict[str, Any]]  # (arrays, plain values) by field of `InputStatistics`
 
 
@@ -53,6 +54,8 @@ class Running:
     high: float = float("-inf")
     counts: Tensor | None = None
     sample: Sample | None = None
+    held_out: Sample | None = None
+    num_products: int = 0  # rows of the second moment
 
 
 def start(width: int, names: frozenset[str], seed: int) -> Running:
@@ -64,13 +67,15 @@ def expected_bytes(width: int, names: frozenset[str]) -> int:
     """Memory of the running statistics, temporary copies included."""
     second = width * (width + PANEL) * 4 + width * width * 4 if "second_moment" in names else 0
     sample = 3 * SAMPLE_ROWS * width * 4 if "sample" in names else 0
-    return second + sample + (NUM_BINS * 8 if "histogram" in names else 0) + 5 * width * 8
+    held_out = 3 * HELD_OUT_ROWS * width * 4 if "held_out" in names else 0
+    return second + sample + held_out + (NUM_BINS * 8 if "histogram" in names else 0) + 5 * width * 8
 
 
 def stored_bytes(width: int, names: frozenset[str]) -> int:
     """Disk space of the large arrays among the finished statistics."""
     second = width * width if "second_moment" in names else 0
-    return 4 * (second + (width * SAMPLE_ROWS if "sample" in names else 0))
+    rows = {"sample": SAMPLE_ROWS, "held_out": HELD_OUT_ROWS}
+    return 4 * (second + sum(width * rows.get(name, 0) for name in names))
 
 
 def num_nonfinite(x: Tensor) -> int:
@@ -95,7 +100,7 @@ def _add_chunk(running: Running, x_TI: Tensor) -> None:
         low, high = (float(end) for end in torch.aminmax(x_TI))
         running.low, running.high = min(running.low, low), max(running.high, high)
     if "second_moment" in names:
-        _add_products(running, x_TI)
+        _add_products(running, _hold_out(running, x_TI) if "held_out" in names else x_TI)
     if names & {"peak", "mean_magnitude"}:
         magnitude_TI = x_TI.abs()
         peak_I = magnitude_TI.amax(0)
@@ -119,6 +124,9 @@ def _plus(sum_I: Tensor | None, x_TI: Tensor) -> Tensor:
 
 
 def _add_products(running: Running, x_TI: Tensor) -> None:
+    if not len(x_TI):
+        return
+    running.num_products += len(x_TI)
     if running.centre_I is None:
         running.centre_I = x_TI.mean(0)
     x_TI = x_TI - running.centre_I
@@ -139,17 +147,37 @@ def _draw(running: Running, x_TI: Tensor) -> None:
     candidates = np.flatnonzero(draws < limit)
     if not len(candidates):
         return
+    running.sample, _ = _smallest(old, x_TI, draws, candidates, SAMPLE_ROWS)
+
+
+def _hold_out(running: Running, x_TI: Tensor) -> Tensor:
+    """Keep some rows out of the second moment; returns all others, earlier ones that gave way included."""
+    draws = running.random.random(len(x_TI))
+    is_candidate = draws < HELD_OUT_SHARE
+    old, candidates = running.held_out, np.flatnonzero(is_candidate)
+    running.held_out, given_way = _smallest(old, x_TI, draws, candidates, HELD_OUT_ROWS)
+    return torch.cat([x_TI[torch.from_numpy(~is_candidate)], given_way])
+
+
+def _smallest(
+    old: Sample | None, x_TI: Tensor, draws: NDArray[np.float64], candidates: NDArray[np.intp], most: int
+) -> tuple[Sample, Tensor]:
+    """(the rows with the smallest draws among the old ones and the candidates, the rows that give way)."""
     rows_SI, draws_S = x_TI[torch.from_numpy(candidates)], draws[candidates]
     if old is not None:
         rows_SI = torch.cat([old.rows_SI, rows_SI])
         draws_S = np.concatenate([old.draws_S, draws_S])
-    kept = np.sort(np.argsort(draws_S, kind="stable")[:SAMPLE_ROWS])
-    running.sample = Sample(rows_SI=rows_SI[torch.from_numpy(kept)], draws_S=draws_S[kept])
+    order = np.argsort(draws_S, kind="stable")
+    kept, given_way = np.sort(order[:most]), np.sort(order[most:])
+    sample = Sample(rows_SI=rows_SI[torch.from_numpy(kept)], draws_S=draws_S[kept])
+    return sample, rows_SI[torch.from_numpy(given_way)]
 
 
 def finish(running: Running) -> Finished:
     """The finished statistics; the panels of the second moment are released on the way."""
     count = running.num_rows
+    if "second_moment" in running.names and not running.panels and running.held_out:
+        _add_products(running, running.held_out.rows_SI)  # there are no other rows
     values: dict[str, Any] = {"num_rows": count}
     if not count:
         return {}, values
@@ -162,6 +190,7 @@ def finish(running: Running) -> Finished:
         "mean": None if running.sum_I is None else running.sum_I / count,
         "mean_magnitude": None if running.magnitude_sum_I is None else running.magnitude_sum_I / count,
         "sample": None if running.sample is None else running.sample.rows_SI,
+        "held_out": None if running.held_out is None else running.held_out.rows_SI,
     }
     arrays: dict[str, Floats] = {
         FIELDS[name]: tensor.float().numpy()
@@ -177,10 +206,10 @@ def _second_moment(running: Running) -> Floats:
     assert running.centre_I is not None
     assert running.centred_sum_I is not None
     moment_II = np.empty((running.width, running.width), np.float32)
-    centre_I, rest_I = running.centre_I.double(), running.centred_sum_I / running.num_rows
+    centre_I, rest_I = running.centre_I.double(), running.centred_sum_I / running.num_products
     panels, running.panels = running.panels[::-1], []
     for begin in range(0, running.width, PANEL):
-        panel = panels.pop().div_(running.num_rows)
+        panel = panels.pop().div_(running.num_products)
         rows, columns = slice(begin, begin + len(panel)), slice(begin, None)
         panel.addr_(centre_I[rows], rest_I[columns]).addr_((rest_I + centre_I)[rows], centre_I[columns])
         moment_II[rows, columns] = panel.numpy()

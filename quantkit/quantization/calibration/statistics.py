@@ -28,6 +28,7 @@ class InputStatistics:
     high: float | None = None
     quantiles: Mapping[str, tuple[float, float]] | None = None  # "99.9", "mse8", "mse16" -> (low, high)
     sample_TI: Floats | None = None  # some tokens, drawn with a seed
+    held_out_TI: Floats | None = None  # some tokens that the second moment leaves out
     gradient_OO: Floats | None = None  # second moment of the gradients at one projection's outputs
     num_gradients: int = 0  # tokens of that second moment
 
@@ -43,5 +44,6 @@ FIELDS = {  # statistic -> the field that holds it; arrays are stored under the 
     "range": "low",
     "histogram": "quantiles",
     "sample": "sample_TI",
+    "held_out": "held_out_TI",
 }
 StatisticsOf = Callable[[Layer], InputStatistics | None]  # None: calibration never reached the projection

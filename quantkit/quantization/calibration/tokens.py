@@ -45,7 +45,7 @@ def calibration_tokens(
     else:
         text = read_text(
             source,
-            bundled="calibration.txt",
+            bundled="calibration/calibration.txt",
             flag="--calibration-text",
             allowed="a text file in UTF-8, or token ids in .npy",
         )
@@ -98,7 +98,7 @@ def _too_short(num_tokens: int, needed: int, where: str) -> InputError:
 def read_text(source: Path | None, *, bundled: str, flag: str, allowed: str = "a text file in UTF-8") -> str:
     """The user's text, or a bundled one; `flag` and `allowed` are for the error message."""
     if source is None:
-        return (resources.files("quantkit") / "assets" / "demo" / bundled).read_text(encoding="utf-8")
+        return (resources.files("quantkit") / "assets" / bundled).read_text(encoding="utf-8")
     next_step = f"check {flag}, or save the file again as UTF-8"
     text, fault = files.read_text(source, allowed=allowed, next_step=next_step), ""
     if "\0" in text:  # two-byte encodings of plain English decode without an error, with zeros between

@@ -34,7 +34,8 @@ from quantkit.quantization.layout import (
 )
 from quantkit.quantization.projections import bias_of, is_transposed, runs_of, weight_name
 from quantkit.quantization.rounding import FITS, PLAIN, Fit
-from quantkit.quantization.rounding.errors import Sums, sums_of
+from quantkit.quantization.rounding.errors import Sums, loses_more, sums_of
+from quantkit.quantization.rounding.rtn import round_to_nearest
 
 CHUNK_VALUES = 1 << 20  # 4 MB of float32: large enough for numpy, small enough for the cache
 MAX_THREADS = 4
@@ -48,10 +49,19 @@ class PreparedFit:
     fit: Fit
     grid: Grid
     prepared: Any
+    held_out_TI: Floats | None = None
 
     def encode(self, weight_OI: Floats) -> Encoded:
-        """Encode any rows, each by itself."""
-        return self.fit.encode(weight_OI, self.grid, self.prepared)
+        """Encode any rows, each by itself; to nearest where the fit loses more on held-out tokens."""
+        encoded = self.fit.encode(weight_OI, self.grid, self.prepared)
+        return encoded if encoded.is_plain else self.checked(weight_OI, encoded)
+
+    def checked(self, weight_OI: Floats, encoded: Encoded) -> Encoded:
+        """The encoded rows, or plainly rounded ones."""
+        if self.held_out_TI is None:
+            return encoded
+        plain = round_to_nearest(weight_OI, self.grid)
+        return plain if loses_more(weight_OI, encoded, plain, self.held_out_TI) else encoded
 
     def jointly(self, statistics: InputStatistics | None) -> Callable[[Floats], Encoded] | None:
         """Encoding of all rows of a projection at once; None where that gains nothing over `encode`."""
@@ -61,7 +71,12 @@ class PreparedFit:
         outputs = prepare(statistics, self.grid)
         if outputs is None:
             return None
-        return lambda weight_OI: encode(weight_OI, self.grid, self.prepared, outputs)
+
+        def encode_rows(weight_OI: Floats) -> Encoded:
+            encoded = self.checked(weight_OI, encode(weight_OI, self.grid, self.prepared, outputs))
+            return self.encode(weight_OI) if encoded.is_plain else encoded
+
+        return encode_rows
 
 
 def prepared_fit(fit: str, grid: Grid, statistics: InputStatistics | None) -> PreparedFit:
@@ -71,7 +86,8 @@ def prepared_fit(fit: str, grid: Grid, statistics: InputStatistics | None) -> Pr
     if is_blind or grid.in_halves:
         row = FITS[PLAIN]
     prepared = row.prepare(statistics, grid) if row.prepare and statistics else None
-    return PreparedFit(fit=row, grid=grid, prepared=prepared)
+    held_out_TI = statistics.held_out_TI if statistics else None
+    return PreparedFit(fit=row, grid=grid, prepared=prepared, held_out_TI=held_out_TI)
 
 
 def quantized_parts(
@@ -195,7 +211,7 @@ class _Rounding:
         def task(rows: Rows, encode: Callable[[Floats], Encoded]) -> tuple[Encoded, Floats, Sums]:
             weight_OI = rows()
             run = encode(weight_OI)
-            lost = sums_of(weight_OI, run, grid, moment_II, is_plain=prepared.fit is FITS[PLAIN])
+            lost = sums_of(weight_OI, run, grid, moment_II)
             if mean_I is None:
                 return run, np.zeros(len(weight_OI), np.float32), lost
             lost_OI = weight_OI - decode_all(run, pack.in_features)

@@ -29,6 +29,7 @@ class LayerLoss:
     plain_weight_error: float
     output_error: float | None = None  # on the calibration text; None without it
     plain_output_error: float | None = None
+    plain_share: float = 0.0  # of rows, rounded to nearest
     kl_divergence: float | None = None  # of the model with this pack alone in its format
 
 
@@ -58,15 +59,16 @@ class Sums:
 
     weights: Squares = Squares()
     outputs: Squares = Squares()
+    num_rows: int = 0
+    num_plain: int = 0  # rows that are rounded to nearest
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(weights=self.weights + other.weights, outputs=self.outputs + other.outputs)
+        return Sums(**{name: getattr(self, name) + getattr(other, name) for name in Sums.__slots__})
 
 
-def sums_of(
-    weight_OI: Floats, encoded: Encoded, grid: Grid, second_moment_II: Floats | None, *, is_plain: bool
-) -> Sums:
+def sums_of(weight_OI: Floats, encoded: Encoded, grid: Grid, second_moment_II: Floats | None) -> Sums:
     """Sums over a run of rows; over a sample of them where nothing was calibrated."""
+    is_plain, num_rows = encoded.is_plain, len(weight_OI)
     every = 1 if second_moment_II is not None else -(-len(weight_OI) // SAMPLED_ROWS)
     if every > 1:
         weight_OI = weight_OI[::every]
@@ -84,7 +86,24 @@ def sums_of(
         return Squares(values=values, errors=errors, plain_errors=plain_errors)
 
     outputs = Squares() if second_moment_II is None else squares(second_moment_II)
-    return Sums(weights=squares(None), outputs=outputs)
+    num_plain = num_rows if is_plain else 0
+    return Sums(weights=squares(None), outputs=outputs, num_rows=num_rows, num_plain=num_plain)
+
+
+def loses_more(weight_OI: Floats, fitted: Encoded, plain: Encoded, held_out_TI: Floats) -> bool:
+    """Whether the mean relative squared error of the outputs is larger than plain rounding's.
+
+    Every token counts alike: in a sum of squares a few tokens with huge activations would decide for all.
+    """
+    power_T = np.square(held_out_TI @ weight_OI.T, dtype=np.float64).sum(1)
+    power_T[power_T == 0] = np.inf
+
+    def error(encoded: Encoded) -> float:
+        lost_OI = weight_OI - decode_all(encoded, weight_OI.shape[1])
+        lost_T = np.square(held_out_TI @ lost_OI.T, dtype=np.float64).sum(1)
+        return float((lost_T / power_T).mean())
+
+    return not error(fitted) <= error(plain)  # no number counts as more
 
 
 def _squared(rows_OI: Floats, moment_II: Floats | None) -> float:

@@ -11,4 +11,5 @@ from quantkit.quantization.grid import Encoded, Floats, encode, range_of
 
 def round_to_nearest(weight_OI: Floats, grid: Grid, prepared: object = None) -> Encoded:
     scales, zeros = range_of(weight_OI, grid)
-    return Encoded(codes=encode(weight_OI, scales, grid, zeros), scales=scales, zeros=zeros)
+    codes = encode(weight_OI, scales, grid, zeros)
+    return Encoded(codes=codes, scales=scales, zeros=zeros, is_plain=True)

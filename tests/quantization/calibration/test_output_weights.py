@@ -36,7 +36,8 @@ def mapped(name="demo"):
 
 
 def picked(model_map, planned=None, **changes):
-    recipe = override(Recipe(), {"fit": "gptq", "scheme": "int4_block32", **changes})
+    settings = {"fit": "gptq", "scheme": "int4_block32", "calibration.gradient_windows": 4, **changes}
+    recipe = override(Recipe(), settings)
     every = frozenset(layer.name for layer in model_map.layers)
     num_windows = recipe.calibration.gradient_windows
     layers = weighed_layers(model_map, planned or every, fit=recipe.fit, num_windows=num_windows)

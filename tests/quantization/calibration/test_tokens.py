@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+
 import numpy as np
 import pytest
 
 from quantkit.errors import InputError
 from quantkit.model.inspect import inspect
-from quantkit.quantization.calibration.tokens import calibration_tokens
+from quantkit.quantization.calibration.tokens import calibration_tokens, read_text
 
 pytestmark = pytest.mark.once
 
@@ -126,3 +129,28 @@ def test_no_windows_are_refused(options):
 def test_the_context_of_a_model(model, length):
     """RoBERTa and OPT count positions from 2; only RoBERTa's config counts those two rows too."""
     assert inspect(model).context == length
+
+
+def test_the_bundled_text_holds_code_and_many_scripts_in_any_quarter():
+    text = read_text(None, bundled="calibration/calibration.txt", flag="")
+    assert len(text.encode()) < 300_000
+    everywhere = set[str]()
+    for part in range(4):
+        quarter = text[part * len(text) // 4 : (part + 1) * len(text) // 4]
+        scripts = {unicodedata.name(char, "?").split()[0] for char in quarter if char.isalpha()}
+        assert {"LATIN", "CYRILLIC"} < scripts
+        assert len(scripts) > 5
+        everywhere |= scripts
+        assert "    return " in quarter
+    assert {"CJK", "HANGUL", "HIRAGANA", "DEVANAGARI", "THAI", "HEBREW", "GREEK"} < everywhere
+
+
+def test_the_bundled_calibration_text_shares_no_phrase_with_the_held_out_text():
+    phrases = [
+        {tuple(words[at : at + 8]) for at in range(len(words) - 7)}
+        for words in (
+            re.findall(r"\w+", read_text(None, bundled=name, flag="").lower())
+            for name in ("calibration/calibration.txt", "demo/evaluation.txt")
+        )
+    ]
+    assert not phrases[0] & phrases[1]
