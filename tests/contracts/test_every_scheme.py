@@ -94,9 +94,9 @@ def test_planned_bytes_are_the_bytes_of_the_tensors(name, exported):
             for spec in pack.tensors()
             if not spec.name.endswith((".bias", ".input_scale", ".input_zero"))
         )
-        is_head = pack.layers[0].role is Role.LM_HEAD
-        grid = (SCHEMES[name].head if is_head else SCHEMES[name].body).grid
-        grid = with_little_padding(grid, pack.in_features) if is_head else grid
+        role = pack.layers[0].role
+        grid = SCHEMES[name].format_of(role).grid
+        grid = with_little_padding(grid, pack.in_features) if role is Role.LM_HEAD else grid
         assert stored == grid.num_bytes(pack.out_features, pack.in_features)
 
 
@@ -104,9 +104,10 @@ def test_planned_bytes_are_the_bytes_of_the_tensors(name, exported):
 def test_every_planned_projection_is_integer_in_the_file(name, exported):
     placement = exported[name][1].placement
     assert len(placement.projections) == 13  # six of each block, and the head
-    assert placement.num_integer_nodes == 9, "query, key and value are one node"
+    count = 13 if Role.ATTENTION_VALUE in SCHEMES[name].roles else 9
+    assert placement.num_integer_nodes == count, "query, key and value of one format are one node"
     if SCHEMES[name].body.grid.block:
-        assert placement.integer_operators == {"MatMulNBits": 9}
+        assert placement.integer_operators == {"MatMulNBits": count}
     else:
         kind = "MatMul" if SCHEMES[name].body.is_static else "DynamicQuantizeMatMul"
         assert placement.integer_operators == {kind: 8, "MatMulNBits": 1}
@@ -134,7 +135,8 @@ def test_its_name_says_its_grid(name):
     row = SCHEMES[name]
     grid, activations = row.body.grid, row.body.activations
     kind = f"block{grid.block}" if grid.block else {"tensor": "channel"}.get(activations, activations)
-    assert name == f"int{grid.bits}_{kind}{'' if grid.is_symmetric else '_zeros'}"
+    mixed_name = f"int{grid.bits}" if row.roles else None
+    assert name == (mixed_name or f"int{grid.bits}_{kind}{'' if grid.is_symmetric else '_zeros'}")
     assert (activations == "block") is (grid.block is not None)
     assert row.head.grid.block, "one position at a time is read block-wise"
     assert row.head.grid.is_symmetric, "an embedding reads rows of it"
