@@ -29,6 +29,7 @@ ELEMENT_TYPES = {
     "U16": TensorProto.UINT16,
 }
 METADATA_KEY = "quantkit"
+LEAST_OUTSIDE = 1024  # bytes of a weight that stays beside its graph; smaller ones are copied into it
 # (opset, IR version) that a graph states unless an operator in it came later: no newer than it must be.
 USUAL_OPSET = (21, 10)  # the first in which 16-bit codes are given back as floats
 LATER_OPSETS: dict[str, tuple[int, int]] = {"Attention": (23, 11), "RMSNormalization": (23, 11)}
@@ -102,7 +103,7 @@ class Graph:
             name=name, data_type=ELEMENT_TYPES[slot.spec.dtype], dims=list(slot.spec.shape)
         )
         # A few values are kept inside: onnxruntime folds constants and shapes only from there.
-        if self.keeps_weights_outside and slot.length >= 1024:
+        if self.keeps_weights_outside and slot.length >= LEAST_OUTSIDE:
             tensor.data_location = TensorProto.EXTERNAL
             place = {
                 "location": self.checkpoint.path.name,

@@ -27,7 +27,7 @@ from quantkit.export.encoder import why_not_encoder
 from quantkit.export.fused.decoder import emit_decoder, why_not_fused
 from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
-from quantkit.export.graph import ModelProto, described_bytes, load, save
+from quantkit.export.graph import LEAST_OUTSIDE, ModelProto, described_bytes, load, save
 from quantkit.export.half import to_half
 from quantkit.export.traced.lower import lower
 from quantkit.export.traced.trace import require_traceable, trace
@@ -188,7 +188,9 @@ def _planned_bytes(
     floats = (
         planned_bytes(spec for spec in contents.tensors() if spec.dtype == "F32") if target.is_half else 0
     )
-    stored = beside.path.stat().st_size + floats // 2 if beside else tensors - floats // 2
+    small = [spec for spec in contents.tensors() if spec.num_bytes < LEAST_OUTSIDE]
+    copied = floats // 2 if target.is_half else planned_bytes(small)  # from the checkpoint into the graph
+    stored = beside.path.stat().st_size + copied if beside else tensors - floats // 2
     return stored + sum(described_bytes(graph) for graph in graphs)
 
 
