@@ -231,7 +231,7 @@ def test_every_shipped_recipe_says_what_it_shows_and_may_name_the_schema():
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        ("int8_cpu", "int8_block64"),
+        ("int8_cpu", "int8_block32"),
         ("int8_block128_cpu", "int8_block128"),
         ("int8_block32_cpu", "int8_block32"),
         ("int8_channel_cpu", "int8_channel"),

@@ -23,7 +23,7 @@ def protect(
     audit: Annotated[
         Path | None, typer.Option(help="attack this host folder instead, and report the recovered share")
     ] = None,
-    scheme: Annotated[str | None, typer.Option(help="an INT8 scheme  [default: int8_block64]")] = None,
+    scheme: Annotated[str | None, typer.Option(help="an INT8 scheme  [default: int8_block32]")] = None,
     transform: Annotated[
         list[str] | None,
         typer.Option(help="smoothquant, ... or none (repeatable)  [default: quick smoothing]"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Exactly this version: a CPU build at hand then counts, and others bring gigabytes of GPU libraries.
 TORCH = "torch==2.13.0"
 PROJECT = "project"  # the environment that runs the benchmark: quantkit's own
-DEFAULT_SCHEME = "int8_block64"  # of decoders
+DEFAULT_SCHEME = "int8_block32"  # of decoders
 DEFAULT_ENCODER_SCHEME = "int8_mixed"
 CALM_SHARE = 0.1  # of all processors, what other processes may take while one is timed
 

@@ -57,7 +57,7 @@ def test_eval_on_another_text_and_for_a_person(artifact, tmp_path):
     protocol = found["accuracy"]["protocol"]
     assert (protocol["text"], protocol["window"], protocol["stride"]) == ("own.txt", 64, 64)
     page = quantkit("eval", str(artifact), "--text", str(text)).stdout
-    for words in ("int8_block64 of demo; reference: demo", "KL divergence", "own.txt", "machine:"):
+    for words in ("int8_block32 of demo; reference: demo", "KL divergence", "own.txt", "machine:"):
         assert words in page
 
 

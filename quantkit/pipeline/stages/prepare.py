@@ -31,11 +31,11 @@ from quantkit.pipeline.stages.calibration_text import (
 )
 from quantkit.pipeline.stages.export import projection_formats
 from quantkit.pipeline.stages.resolve import Resolved, plan_of
-from quantkit.plan.formats import Format
+from quantkit.plan.formats import SCHEMES, Format
 from quantkit.plan.plan import Plan
 from quantkit.quantization.calibration.output_weights import weigh_outputs, weighed_layers, with_gradients
 from quantkit.quantization.calibration.passes import collect
-from quantkit.quantization.calibration.quick import quick_peaks
+from quantkit.quantization.calibration.quick import quick_magnitudes
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics, StatisticsOf
 from quantkit.quantization.calibration.store import StatisticsFile
 from quantkit.quantization.rounding import FITS
@@ -171,8 +171,8 @@ def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Pr
     recipe = prepared.resolved.recipe
     settings = TransformSettings(seed=recipe.seed, unties_head=recipe.unties_head)
     if name == "smoothquant" and recipe.smoothing == "quick":
-        peaks, notes = _quick_statistics(prepared)
-        settings = replace(settings, statistics=peaks)
+        magnitudes, notes = _quick_statistics(prepared)
+        settings = replace(settings, statistics=magnitudes)
         prepared = replace(prepared, notes=(*prepared.notes, *notes))
     elif row.statistic:
         matrices = {layer.matrix for layer in prepared.model_map.layers if layer.name in prepared.planned}
@@ -199,7 +199,11 @@ def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Pr
 
 
 def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    """(peaks of one pass over a few windows, notes); one block's weights are in memory at a time."""
+    """(magnitudes of one pass over a few windows, notes); one block's weights are in memory at a time.
+
+    A scale for each block is found token by token, so means count: a few tokens with extreme activations
+    decide peaks. Peaks count where one scale serves all tokens.
+    """
     resolved, model_map = prepared.resolved, prepared.model_map
     recipe = resolved.recipe
     notes: tuple[str, ...] = ()
@@ -216,9 +220,16 @@ def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tupl
     matrices = {layer.matrix for layer in model_map.layers if layer.name in prepared.planned}
     with resolved.progress.stage("outliers", total=int(windows_NT.size), unit="tokens") as count:
         module = torch_model(resolved.source, model_map, prepared.weights, streams=True)
-        peaks = quick_peaks(module, model_map, windows_NT, matrices)
+        body = SCHEMES[recipe.scheme].body
+        magnitudes = quick_magnitudes(
+            module,
+            model_map,
+            windows_NT,
+            matrices,
+            takes_means=body.activations == "block" and body.grid.bits == 8,
+        )
         count(int(windows_NT.size))
-    return dict(peaks), notes
+    return dict(magnitudes), notes
 
 
 def _calibrate(

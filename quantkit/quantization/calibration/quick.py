@@ -1,6 +1,6 @@
-"""The largest inputs of every projection from a single pass over a few windows, to find outlier channels.
+"""The magnitude of every input channel from a single pass over a few windows, to find outlier channels.
 
-Channels that stand out do so on nearly every text (https://arxiv.org/abs/2208.07339), so the peaks for
+Channels that stand out do so on nearly every text (https://arxiv.org/abs/2208.07339), so the magnitudes for
 smoothing take a second or two; all other statistics need more tokens.
 """
 
@@ -21,24 +21,30 @@ from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.modules import watching_inputs
 
 
-def quick_peaks(
-    module: nn.Module, model_map: ModelMap, tokens_BT: Tokens, matrices: Collection[str]
+def quick_magnitudes(
+    module: nn.Module,
+    model_map: ModelMap,
+    tokens_BT: Tokens,
+    matrices: Collection[str],
+    *,
+    takes_means: bool,
 ) -> dict[str, NDArray[np.float32]]:
-    """Matrix -> the largest magnitude of each channel of its input; one that was never called is missing."""
-    peaks: dict[str, Tensor] = {}
+    """Matrix -> the mean or largest magnitude of each channel of its input; one never called is missing."""
+    magnitudes: dict[str, Tensor] = {}
 
     def reading(name: str, x: Tensor) -> None:
-        peak_I = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
-        if not bool(torch.isfinite(peak_I).all()):
+        x_TI = x.abs().reshape(-1, x.shape[-1])
+        value_I = (x_TI.mean(0) if takes_means else x_TI.amax(0)).float()
+        if not bool(torch.isfinite(value_I).all()):
             raise InputError(
                 f"the input of '{name}' is not finite",
                 where=model_map.name,
                 next_step="check that the original gives finite logits; --transform none goes on without",
             )
-        peaks[name] = torch.maximum(peaks[name], peak_I) if name in peaks else peak_I
+        magnitudes[name] = torch.maximum(magnitudes[name], value_I) if name in magnitudes else value_I
 
     named = modules_by_name(module)
     watched = {name: child for name, child in named.items() if name in matrices}
     with watching_inputs(watched, reading), torch.inference_mode(), head_left_out(module):
         module(input_ids=torch.from_numpy(np.ascontiguousarray(tokens_BT, np.int64)))
-    return {name: peak_I.numpy() for name, peak_I in peaks.items()}
+    return {name: value_I.numpy() for name, value_I in magnitudes.items()}

@@ -12,7 +12,7 @@ from quantkit.model.inspect import inspect_source
 from quantkit.model.load import open_source
 from quantkit.model.weights.open import open_weights
 from quantkit.model.weights.torch_model import torch_model
-from quantkit.quantization.calibration.quick import quick_peaks
+from quantkit.quantization.calibration.quick import quick_magnitudes
 
 IDS = np.random.default_rng(0).integers(0, 61, (2, 20))
 SIZES = {
@@ -37,14 +37,16 @@ def opened(tmp_path, tiny_class):
     return model, source, model_map, open_weights(source, model_map, random_weights=False)
 
 
+@pytest.mark.parametrize("takes_means", [True, False], ids=["means", "peaks"])
 @pytest.mark.parametrize("tiny_class", SIZES)
-def test_peaks_are_those_of_the_whole_model(tiny_class, tmp_path):
+def test_magnitudes_are_those_of_the_whole_model(tiny_class, takes_means, tmp_path):
     model, source, model_map, weights = opened(tmp_path, tiny_class)
     seen = {}
 
     def watch(name):
         def hook(_, args):
-            seen[name] = args[0].abs().reshape(-1, args[0].shape[-1]).amax(0).numpy()
+            x_TI = np.abs(args[0].numpy().reshape(-1, args[0].shape[-1]))
+            seen[name] = x_TI.mean(axis=0) if takes_means else x_TI.max(axis=0)
 
         return hook
 
@@ -55,10 +57,10 @@ def test_peaks_are_those_of_the_whole_model(tiny_class, tmp_path):
     with torch.inference_mode():
         model(input_ids=torch.from_numpy(IDS))
     streamed = torch_model(source, model_map, weights, streams=True)
-    peaks = quick_peaks(streamed, model_map, IDS, matrices)
-    assert set(peaks) == matrices, "the head's input is seen too"
-    for name, peak_I in peaks.items():
-        np.testing.assert_allclose(peak_I, seen[name], rtol=1e-5, atol=1e-6)
+    magnitudes = quick_magnitudes(streamed, model_map, IDS, matrices, takes_means=takes_means)
+    assert set(magnitudes) == matrices, "the head's input is seen too"
+    for name, value_I in magnitudes.items():
+        np.testing.assert_allclose(value_I, seen[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_streamed_model_holds_one_block_at_a_time(tmp_path):
@@ -71,7 +73,7 @@ def test_a_streamed_model_holds_one_block_at_a_time(tmp_path):
 
     for layer in module.model.layers:
         layer.mlp.register_forward_hook(count)
-    quick_peaks(module, model_map, IDS, {"model.layers.0.mlp.up_proj"})
+    quick_magnitudes(module, model_map, IDS, {"model.layers.0.mlp.up_proj"}, takes_means=True)
     assert at_once == [1, 1, 1]
     assert all(p.is_meta for layer in module.model.layers for p in layer.parameters())
     assert module.lm_head.weight.is_meta, "a head that shares no table is never read"
@@ -82,4 +84,5 @@ def test_what_is_not_finite_is_named(tmp_path):
     module = torch_model(source, model_map, weights)
     module.transformer.h[1].ln_2.weight.data[3] = float("inf")
     with pytest.raises(InputError, match=r"transformer\.h\.1\.mlp\.c_fc"):
-        quick_peaks(module, model_map, IDS, {"transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc"})
+        matrices = {"transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc"}
+        quick_magnitudes(module, model_map, IDS, matrices, takes_means=True)
