@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from quantkit.errors import InputError
+from quantkit.report.card import CARD_FILE
 from quantkit.runtime.machine.disk import LOCKS, cannot_write, open_lock, writing
-from quantkit.runtime.manifest import MANIFEST, is_plain
+from quantkit.runtime.manifest import MANIFEST, is_plain, sha256_of
 
 COMPILED = "compiled"  # folder of an artifact that `bench --provider` fills later
 HELD: dict[Path, int] = {}  # claimed folder -> descriptor of its lock
@@ -179,12 +180,15 @@ def unlisted_files(output: Path) -> list[str] | None:
                 root = f"{archive.namelist()[0].partition('/')[0]}/"
                 names = [name.removeprefix(root) for name in archive.namelist()]
                 manifest = archive.read(f"{root}{MANIFEST}")
-        listed = json.loads(manifest)["files"]
+        document = json.loads(manifest)
+        listed, card = document["files"], document.get("card")
         if not all(isinstance(name, str) and isinstance(value, str) for name, value in listed.items()):
             return None
     except NOT_OURS:
         return [] if output.is_dir() and not any(output.iterdir()) else None
     ours = {*listed, MANIFEST}
+    if card and (output / CARD_FILE).is_file() and sha256_of(output / CARD_FILE) == card:
+        ours.add(CARD_FILE)  # nobody has written in it
     return [name for name in names if name not in ours and not name.startswith(f"{COMPILED}/")]
 
 

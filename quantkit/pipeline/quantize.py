@@ -127,8 +127,8 @@ def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artif
             measured = measure_written(written, folder, twin)
         report = report_of(written, measured, twin)
         write_reports(folder, report)
-        write_manifest(folder, written, report.files)
         write_card(folder, report, written)
+        write_manifest(folder, written, report.files)
     discard(prepared)
     return Artifact(output, report=report, check="none")
 

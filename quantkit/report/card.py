@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from quantkit.recipe import Recipe
+from quantkit.report.clients import loading
 from quantkit.report.inspection import plan_lines
 from quantkit.report.measurements import measured_tables, protocol_lines, verdict_line
 from quantkit.report.tables import Json, Page, to_markdown
@@ -20,41 +22,19 @@ TASKS: Mapping[str, str] = {  # kind of the graph -> the Hub's name of the task
     "decoder": "text-generation",
     "encoder": "feature-extraction",
 }
-USES: Mapping[str, str] = {
-    "decoder": """```sh
-pip install quantkit-onnx
-quantkit generate FOLDER "Once upon a time"
-```
-
-```python
-import quantkit
-
-artifact = quantkit.load("FOLDER")
-print(artifact.generate("Once upon a time", max_new_tokens=32))
-```""",
-    "encoder": """```python
-import quantkit
-
-artifact = quantkit.load("FOLDER")
-vectors = artifact.encode(["one text", "another text"])
-```""",
-    "traced": """```sh
-pip install quantkit-onnx
-quantkit bench FOLDER
-```""",
-}
 
 
-def model_card(document: Json, recipe: Recipe, *, kind: str, files: Iterable[str]) -> str:
-    """The card, from the content of report.json; `files` are those beside it."""
+def model_card(document: Json, recipe: Recipe) -> str:
+    """The card, from the content of report.json."""
     metadata: dict[str, object] = {
         "tags": ["quantkit", "onnx", "onnxruntime", "quantized", str(document["scheme"])],
         "library_name": "onnxruntime",
     }
-    if kind in TASKS:
-        metadata["pipeline_tag"] = TASKS[kind]
+    if document.get("kind") in TASKS:
+        metadata["pipeline_tag"] = TASKS[document["kind"]]
     base = recipe.model or ""
-    if HUB_NAME.fullmatch(base) and base != "demo" and not recipe.random_weights:
+    is_of_hub = HUB_NAME.fullmatch(base) and base != "demo" and not Path(base).exists()
+    if is_of_hub and not recipe.random_weights:
         metadata |= {"base_model": base, "base_model_relation": "quantized"}
     sections = (
         "\n".join(("---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---")),
@@ -63,7 +43,7 @@ def model_card(document: Json, recipe: Recipe, *, kind: str, files: Iterable[str
         "## Measured\n\n" + to_markdown(Page(tables=measured_tables(document)[:1])).strip(),
         "\n".join(f"- {line}" for line in protocol_lines(document)),
         "## Quantization\n\n" + "\n".join(f"- {line}" for line in _quantization(document, recipe)),
-        "## Use\n\n" + "\n\n".join(_uses(kind, set(files))),
+        "## Use\n\n" + "\n\n".join(_uses(document)),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(document)),
     )
     return "\n\n".join(sections) + "\n"
@@ -84,11 +64,11 @@ def _quantization(document: Json, recipe: Recipe) -> Iterable[str]:
         yield f"not quantized: {entry['count']} {entry['role']} ({entry['reason']})"
 
 
-def _uses(kind: str, files: set[str]) -> Iterable[str]:
-    yield USES[kind]
-    if "genai_config.json" in files:
-        yield 'onnxruntime-genai opens the folder too: `onnxruntime_genai.Model("FOLDER")`.'
-    yield "`quantkit verify FOLDER` compares every file with its hash in `manifest.json`."
+def _uses(document: Json) -> Iterable[str]:
+    yield "In a copy of this repository:"
+    for code in loading(document):
+        yield f"{code.title}:\n\n```python\n{code.text}\n```"
+    yield "`quantkit verify .` compares every file with its hash in `manifest.json`."
 
 
 def _limits(document: Json) -> Iterable[str]:

@@ -165,6 +165,7 @@ def test_a_budget_that_cannot_be_held_ends_with_the_best_there_is_and_exit_code_
     }, "what the user left in float, no search takes away"
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_floats_hold_says_so(cache, tmp_path):
     out = tmp_path / "out"
     ran = quantkit(

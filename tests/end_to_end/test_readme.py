@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from commands import quantkit as run_command
 
-from quantkit.recipe import Budget, Calibration, Measure, Recipe
+from quantkit.recipe import Budget, Measure, Recipe
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ class QuickRecipe(Recipe):
 
     measure: Measure = Measure(max_tokens=1000, seconds=1.0)
     budget: Budget = Budget(evaluations=4)
-    calibration: Calibration = Calibration(gradient_windows=0)
+    fit: Literal["auto", "rtn", "mse", "output", "gptq"] = "rtn"
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ def test_the_memory_floor_stands_where_the_artifact_tells_its_traffic(artifact):
 
 def test_compare_puts_reports_side_by_side(artifact, tmp_path):
     other = tmp_path / "other"
-    made = quantkit("quantize", "demo", "--scheme", "int8_block32", "--no-eval", "-o", str(other))
+    made = quantkit("quantize", "demo", "--scheme", "int8_block16", "--no-eval", "-o", str(other))
     assert made.returncode == 0, made.stderr
     document = printed("compare", str(artifact), str(other))
     first, second = document["artifacts"]
@@ -125,7 +125,7 @@ def test_compare_puts_reports_side_by_side(artifact, tmp_path):
     assert second["ratios"]["size_bytes"] > 1, "smaller blocks have more scales"
     assert "perplexity" in first["values"]
     page = quantkit("compare", str(artifact), str(other), "--format", "markdown").stdout
-    assert "other: int8_block32 for cpu" in page
+    assert "other: int8_block16 for cpu" in page
     html = other.parent / "compared.html"
     assert "Ratio to out" in quantkit("compare", str(artifact), str(other), "--html", str(html)).stdout
     assert "Comparison of artifacts" in html.read_text()

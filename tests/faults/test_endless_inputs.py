@@ -108,15 +108,13 @@ def test_recipes(text, words, tmp_path):
         {"deep": "@deep@"},
         {"architectures": 2},
         {"max_position_embeddings": [64]},
-        {"initializer_range": [1], "attention_bias": True},
         {"model_type": "mixtral", "architectures": None, "num_local_experts": 10**9},
     ],
     ids=str,
 )
 def test_configs(change, tmp_path):
     folder = shutil.copytree(MODEL, tmp_path / "model")
-    if "initializer_range" not in change:  # read where the checkpoint lacks a weight
-        (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").unlink()
     config = json.loads((folder / "config.json").read_text())
     text = json.dumps({**config, **change}).replace('"@deep@"', "[" * 5000 + "]" * 5000)
     (folder / "config.json").write_text(text)

@@ -117,7 +117,7 @@ def test_the_flag_prints_the_decisions_and_writes_nothing(tmp_path, monkeypatch)
     ran = CliRunner().invoke(app, ["quantize", "demo", "--dry-run", "--exclude", "lm_head"])
     assert ran.exit_code == 0, ran.output
     assert "quantized: 36 of 37 projections" in ran.output and "float: 1 lm_head" in ran.output
-    assert "format: 36 x int8_block64" in ran.output
+    assert "format: 36 x int8_block32" in ran.output
     ran = CliRunner().invoke(app, ["quantize", "demo", "--dry-run", "--json"])
     assert json.loads(ran.stdout)["model_bytes"] > 1e6
     assert not list(tmp_path.iterdir())

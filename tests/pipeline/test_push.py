@@ -146,7 +146,7 @@ def test_the_card_is_one_that_the_hub_reads_and_people_may_change(artifact):
     card = ModelCard.load(artifact / "README.md")
     assert card.data.pipeline_tag == "text-generation"
     assert card.data.base_model is None  # the demo is not on the Hub
-    assert {"onnx", "quantized", "int8_block64"} <= set(card.data.tags)
+    assert {"onnx", "quantized", "int8_block32"} <= set(card.data.tags)
     assert "37 of 37 projections" in card.text and "genai" in card.text
     with (artifact / "README.md").open("a") as file:
         file.write("\nOurs.\n")

@@ -141,15 +141,14 @@ def write_reports(folder: Path, report: Report) -> None:
 
 
 def write_card(folder: Path, report: Report, written: Written) -> None:
-    """The model card. The manifest does not list it: people may write in it."""
-    kind, files = written.prepared.resolved.kind, [path.name for path in folder.iterdir()]
-    card = model_card(report_json(report), written.recipe, kind=kind, files=files)
-    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    """The model card."""
+    (folder / CARD_FILE).write_text(model_card(report_json(report), written.recipe), encoding="utf-8")
 
 
 def write_manifest(folder: Path, written: Written, hashes: Mapping[str, str]) -> None:
     """Versions, plan, and a hash of every file; written after them, as the sign of a whole folder."""
     recipe, placement = written.recipe, written.exported.placement
+    files = hash_files(folder, hashes)
     manifest = {
         "quantkit": quantkit.__version__,
         "versions": {name: version(name) for name in HASHED_PACKAGES},
@@ -160,7 +159,8 @@ def write_manifest(folder: Path, written: Written, hashes: Mapping[str, str]) ->
         "ir_version": placement.ir_version,
         "integer_operators": placement.integer_operators,
         "plan": to_json(written.plan),
-        "files": hash_files(folder, hashes),
+        "card": files.pop(CARD_FILE),  # not with the files, since people may write in it
+        "files": files,
         "sums": sum_files(folder),
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
