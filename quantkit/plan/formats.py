@@ -119,6 +119,13 @@ def with_little_padding(grid: Grid, columns: int) -> Grid:
     return replace(grid, block=next(fitting, sizes[-1] if sizes else grid.block))
 
 
+def fitted_to_head(chosen: Format, role: Role, columns: int) -> Format:
+    """The format as it is, and for lm_head with blocks that pad its rows little."""
+    if role is not Role.LM_HEAD:
+        return chosen
+    return replace(chosen, grid=with_little_padding(chosen.grid, columns))
+
+
 def _channels(activations: str) -> Scheme:
     return Scheme(body=Format(grid=Grid(), activations=activations))
 

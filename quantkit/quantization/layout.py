@@ -24,6 +24,7 @@ from quantkit.plan.formats import (
     Format,
     Grid,
     Scheme,
+    fitted_to_head,
     format_for,
     in_blocks,
     with_little_padding,
@@ -227,10 +228,10 @@ def formats_of(
         for layer in model_map.layers:
             if name != FLOAT and matches(layer, pattern):
                 formats[layer.name] = format_for(name, layer.role)
-    for head in (layer for layer in model_map.layers if layer.role is Role.LM_HEAD):
-        grid = with_little_padding(formats[head.name].grid, head.in_features)
-        formats[head.name] = replace(formats[head.name], grid=grid)
-    return formats
+    return {
+        layer.name: fitted_to_head(formats[layer.name], layer.role, layer.in_features)
+        for layer in model_map.layers
+    }
 
 
 def for_groups(chosen: Format, layer: Layer) -> Format:

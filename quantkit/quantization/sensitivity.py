@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from torch import Tensor, nn
 from quantkit.errors import InputError
 from quantkit.files import read_json
 from quantkit.model.linears import weight_OI
-from quantkit.model.model_map import ModelMap, Role
+from quantkit.model.model_map import ModelMap
 from quantkit.model.names import modules_by_name
-from quantkit.plan.formats import FLOAT, Format, format_for, with_little_padding
+from quantkit.plan.formats import FLOAT, Format, fitted_to_head, format_for
 from quantkit.quantization.calibration.statistics import StatisticsOf
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.grid import decode_all
@@ -46,10 +45,7 @@ VERSION = 3  # of the method: a change invalidates older losses
 def format_named(name: str, pack: Pack) -> Format:
     """The format that a scheme gives a pack."""
     role = pack.layers[0].role
-    chosen = format_for(name, role)
-    if role is not Role.LM_HEAD:
-        return chosen
-    return replace(chosen, grid=with_little_padding(chosen.grid, pack.in_features))
+    return fitted_to_head(format_for(name, role), role, pack.in_features)
 
 
 def measure_sensitivity(
