@@ -50,15 +50,18 @@ def transformers_reference(source: Source) -> Reference:
 
 def named_reference(name: str, session: Session, threads: int) -> Reference:
     """Open an artifact folder or a model by name; it must be of the session's kind."""
+    from quantkit.model.inspect import inspect_source
     from quantkit.model.load import open_source
-    from quantkit.model.weights.open import with_weights
+    from quantkit.model.weights.open import require_complete, with_weights
 
     folder = Path(name).expanduser()
     if holds_model(folder):
         require_whole(folder)
         reference = session_reference(open_measured(folder, threads=threads))
     else:
-        reference = transformers_reference(with_weights(open_source(name), random_weights=False))
+        source = with_weights(open_source(name), random_weights=False)
+        require_complete(source, inspect_source(source))
+        reference = transformers_reference(source)
     if reference.reads_and_answers != session.reads_and_answers:
         kinds = ("a decoder or an encoder", "an encoder-decoder model")
         raise InputError(

@@ -15,7 +15,13 @@ from typing import Any
 from quantkit.errors import InputError
 from quantkit.model.load import Source, open_source
 from quantkit.runtime.machine.cache import cache_folder
-from quantkit.runtime.machine.disk import OTHER_CACHE, temporary_folder, writing
+from quantkit.runtime.machine.disk import (
+    OTHER_CACHE,
+    OTHER_TEMPORARY,
+    require_free,
+    temporary_folder,
+    writing,
+)
 
 
 @contextmanager
@@ -31,6 +37,8 @@ def saved_model(model: Any, tokenizer: Any) -> Iterator[tuple[Source, str | None
     name = Path(path).name if path else type(model).__name__
     with temporary_folder() as parent:
         folder = parent / name
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+        require_free(folder, num_bytes, what="the model's copy", next_step=OTHER_TEMPORARY)
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

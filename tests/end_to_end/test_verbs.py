@@ -9,10 +9,12 @@ import shutil
 import pytest
 from commands import quantkit, refused
 from exporting import build_tiny
+from safetensors.torch import load_file, save_file
 
 from quantkit.evaluation.artifact import open_artifact, stored_recipe
 from quantkit.evaluation.benchmark import benchmark
 from quantkit.model.families import FAMILIES
+from quantkit.model.load import open_source
 from quantkit.pipeline.options import with_options
 from quantkit.progress import Progress
 
@@ -141,6 +143,16 @@ def test_encoders_are_measured_beside_their_original(tmp_path):
     assert found["latency"][0]["prefill_ms"] > 0
     shutil.rmtree(source)
     assert "name the original with --reference" in refused("eval", str(out))
+
+
+def test_a_reference_with_missing_weights_is_refused(artifact, tmp_path):
+    source = tmp_path / "damaged"
+    shutil.copytree(open_source("demo").folder, source)
+    tensors = load_file(source / "model.safetensors")
+    del tensors["transformer.h.0.attn.c_attn.weight"]
+    save_file(tensors, source / "model.safetensors")
+    line = refused("eval", str(artifact), "--reference", str(source))
+    assert "the checkpoint lacks 1 tensors: transformer.h.0.attn.c_attn.weight" in line
 
 
 def test_wrong_input_is_one_line(artifact, tmp_path):

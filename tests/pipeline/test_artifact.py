@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from exporting import build_tiny, error
 
 import quantkit
+from quantkit.errors import InputError
 from quantkit.evaluation.measurements import Accuracy
 from quantkit.model.families import FAMILIES
 from quantkit.recipe import Measure, Recipe
@@ -90,6 +92,16 @@ def test_a_live_module_is_its_checkpoint(tmp_path, monkeypatch):
     assert (live.folder / "model.onnx").read_bytes() == (disk.folder / "model.onnx").read_bytes()
     assert live.recipe == disk.recipe
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_a_live_module_larger_than_the_temporary_disk_is_refused(tmp_path, monkeypatch):
+    row = FAMILIES["llama"]
+    full = namedtuple("Disk", "total used free")(10**12, 10**12, 1000)
+    monkeypatch.setattr("quantkit.runtime.machine.disk.shutil.disk_usage", lambda _: full)
+    with pytest.raises(InputError, match="the model's copy needs") as refused:
+        quantkit.quantize(build_tiny(row.tiny_class, row.tiny), output=tmp_path / "out", min_dim=1, **OFF)
+    assert "TMPDIR" in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_texts_for_calibration_make_a_recipe_that_runs_again(tmp_path, monkeypatch):

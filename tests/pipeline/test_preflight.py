@@ -97,7 +97,7 @@ def test_a_disk_without_space(place, folder, monkeypatch):
     def usage(path):
         return Disk(10**12, 0, 1000 if Path(path) == full else 10**12)
 
-    monkeypatch.setattr("quantkit.pipeline.stages.preflight.shutil.disk_usage", usage)
+    monkeypatch.setattr("quantkit.runtime.machine.disk.shutil.disk_usage", usage)
     message = refused(folder, monkeypatch, fit="gptq")
     assert str(full) in message
     assert "MB are free" in message

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,27 @@ def open_tensors(source: Source, module: nn.Module) -> CheckpointTensors:
     )
     tensors.source_bytes()  # a type that is not read is refused here
     return tensors
+
+
+def require_names(weights: TensorSource, names: Iterable[str], where: str) -> None:
+    """Name every one of these tensors that the weights lack."""
+    missing = sorted({name for name in names if not weights.has(name)})
+    if missing:
+        raise InputError(
+            f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:4])}",
+            where=where,
+            next_step="copy or download the checkpoint again; config.json asks for these",
+        )
+
+
+def require_complete(source: Source, model_map: ModelMap) -> None:
+    """Refuse a checkpoint that lacks what the model runs: transformers draws missing weights at random."""
+    used = model_map.at_inference
+    names = [f"{table.name}.weight" for table in used.embeddings]
+    names += [f"{layer.matrix}.weight" for layer in used.layers]
+    names += [f"{layer.matrix}.bias" for layer in used.layers if layer.has_bias]
+    names += [f"{norm.name}.weight" for norm in used.norms if norm.num_parameters]
+    require_names(open_tensors(source, build_on_meta(source)), names, source.name)
 
 
 def header_notes(source: Source, module: nn.Module) -> list[str]:

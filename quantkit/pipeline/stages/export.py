@@ -36,6 +36,7 @@ from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, 
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap, to_json
+from quantkit.model.weights.open import require_names
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.plan.formats import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.plan.plan import Plan
@@ -286,13 +287,7 @@ def require_tensors(contents: Contents, weights: TensorSource, where: str) -> No
     names += [f"{norm.name}.weight" for norm in contents.norms]
     names += [f"{name}.bias" for name in contents.norm_biases]
     names += [name for name, _ in contents.loose]
-    missing = sorted({name for name in names if not weights.has(name)})
-    if missing:
-        raise InputError(
-            f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:4])}",
-            where=where,
-            next_step="copy or download the checkpoint again; config.json asks for these",
-        )
+    require_names(weights, names, where)
 
 
 def graph_metadata(job: ExportJob, contents: Contents, kind: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from quantkit.pipeline.stages.export import float_bytes
 from quantkit.quantization.layout import planned_bytes
 from quantkit.quantization.rounding import FITS
 from quantkit.runtime.machine.cache import cache_folder
+from quantkit.runtime.machine.disk import require_free
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
 if TYPE_CHECKING:
@@ -41,14 +41,7 @@ def require_tokenizer(source: Source, model_map: ModelMap) -> None:
 def require_space(resolved: Resolved, output: Path) -> None:
     """Refuse a run whose files do not fit on the disks of output and cache."""
     for folder, (num_bytes, next_step) in _needed_bytes(resolved, output.absolute()).items():
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(existing).free
-        if num_bytes > free:
-            raise InputError(
-                f"the run needs {num_bytes / 1e6:,.0f} MB there, and {free / 1e6:,.0f} MB are free",
-                where=str(folder),
-                next_step=next_step,
-            )
+        require_free(folder, num_bytes, what="the run", next_step=next_step)
 
 
 def _needed_bytes(resolved: Resolved, output: Path) -> Mapping[Path, tuple[int, str]]:

@@ -34,6 +34,7 @@ from quantkit.quantization.calibration.replay import (
 from quantkit.quantization.calibration.store import APART, BLOCKS, WAYS, WHOLE
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.modules import watching_inputs
+from quantkit.runtime.machine.disk import require_free
 
 MEMORY_BYTES = 1 << 29  # of running statistics, when the whole model runs at once
 
@@ -219,7 +220,7 @@ def _run_blocks(
     last = max((shared.part for shared in inputs), default=0)
     assert recording.like is not None
     hidden_bytes = 2 * len(run.tokens_BT) * recording.like[0].nbytes
-    store.require_space(folder, hidden_bytes + run.stored_bytes(inputs))
+    _require_room(folder, hidden_bytes + run.stored_bytes(inputs))
     if file.done and not store.hidden_path(folder, file.done).exists():
         file = replace(file, done=0, located={})
 
@@ -291,7 +292,7 @@ def _run_whole(
             room = memory_bytes
         groups[-1].append(shared)
         room -= needed
-    store.require_space(file.folder, run.stored_bytes(inputs))
+    _require_room(file.folder, run.stored_bytes(inputs))
     for part in range(file.done, len(groups)):
         watch = Watch()
         with _collecting(run, groups[part], watch):
@@ -301,3 +302,8 @@ def _run_whole(
                 reporter.reach((part + within) / len(groups))
         file = _finish_part(run, groups[part], watch, file, is_last=part == len(groups) - 1)
     return file
+
+
+def _require_room(folder: Path, num_bytes: int) -> None:
+    remedy = "choose a folder on a larger disk, or a method that needs no second moments"
+    require_free(folder, num_bytes, what="calibration", next_step=remedy)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -238,14 +237,3 @@ def key_of(
             flat = tensor.detach().cpu().contiguous().flatten()
             digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()
-
-
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Refuse a disk that is too small before hours are spent on it."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise InputError(
-            f"calibration needs {num_bytes / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free",
-            where=str(folder),
-            next_step="choose a folder on a larger disk, or a method that needs no second moments",
-        )

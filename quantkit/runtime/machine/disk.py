@@ -68,6 +68,18 @@ def cannot_write(place: Path, number: int | None, next_step: str) -> InputError:
     return InputError(reason, where=str(place), next_step=next_step)
 
 
+def require_free(folder: Path, num_bytes: int, *, what: str, next_step: str) -> None:
+    """Refuse a disk that is too small for what will be written; the folder need not exist."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if num_bytes > free:
+        raise InputError(
+            f"{what} needs {num_bytes / 1e6:,.0f} MB there, and {free / 1e6:,.0f} MB are free",
+            where=str(folder),
+            next_step=next_step,
+        )
+
+
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder for the time of the block; those of killed runs are removed first."""

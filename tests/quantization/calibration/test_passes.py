@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -369,6 +370,8 @@ def test_a_killed_run_leaves_nothing_that_lies(tmp_path, stop):
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-def test_a_full_disk_is_refused_beforehand(tmp_path):
-    with pytest.raises(InputError, match="GB of disk"):
-        store.require_space(tmp_path, 10**18)
+def test_a_full_disk_is_refused_beforehand(tmp_path, monkeypatch):
+    full = namedtuple("Disk", "total used free")(10**12, 10**12, 1000)
+    monkeypatch.setattr("quantkit.runtime.machine.disk.shutil.disk_usage", lambda _: full)
+    with pytest.raises(InputError, match=r"calibration needs .* MB there, and 0 MB are free"):
+        run(gpt2(torch.float32), tmp_path)
