@@ -1,12 +1,14 @@
-"""Uploads to the Hugging Face Hub, through its own client."""
+"""The Hugging Face Hub: whether it can be reached, and uploads through its own client."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from quantkit.errors import InputError
-from quantkit.model.load import hub_is_reachable
 
 
 def upload(folder: Path, files: Sequence[str], repository: str, *, private: bool) -> str:
@@ -37,3 +39,16 @@ def upload(folder: Path, files: Sequence[str], repository: str, *, private: bool
             next_step="'hf auth login' keeps a token, or set HF_TOKEN",
         ) from error
     return str(address)
+
+
+def hub_is_reachable(endpoint: str) -> bool:
+    """Whether a connection can be opened; assumed behind a proxy."""
+    address = urlsplit(endpoint)
+    if getproxies().get(address.scheme):
+        return True
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        with socket.create_connection((address.hostname or "", port), timeout=5):
+            return True
+    except OSError:
+        return False

@@ -14,15 +14,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 import transformers
@@ -42,6 +39,7 @@ from quantkit.model.config import (
     spelled_for,
     without_fetching,
 )
+from quantkit.model.hub import hub_is_reachable
 from quantkit.model.language_model import has_language_model, language_model
 from quantkit.model.weights.scales import why_not_read
 
@@ -250,19 +248,6 @@ def _fetch_config(name: str) -> Path:
                 f"the network and check the name ('hf download {name}' elsewhere makes a folder to copy)"
             ),
         ) from error
-
-
-def hub_is_reachable(endpoint: str) -> bool:
-    """Whether a connection can be opened; assumed behind a proxy."""
-    address = urlsplit(endpoint)
-    if getproxies().get(address.scheme):
-        return True
-    port = address.port or (443 if address.scheme == "https" else 80)
-    try:
-        with socket.create_connection((address.hostname or "", port), timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def build_on_meta(source: Source) -> nn.Module:

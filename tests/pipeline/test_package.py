@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from commands import quantkit, refused
 from exporting import build_tiny, error
 from tokenizers import Tokenizer
 
@@ -30,19 +30,6 @@ DEMO = Path(__file__).parents[2] / "quantkit" / "assets" / "demo"
 RUNNER_NEEDS = {"onnxruntime", "tokenizers", "numpy"}
 HAS_QNN = bool(plugin_devices(PROVIDERS["qnn"]))
 GRAPH_LENGTH, CACHE_LENGTH = 12, 40
-
-
-def quantkit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quantkit.cli", *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-
-
-def refused(*arguments: str) -> str:
-    result = quantkit(*arguments)
-    assert (result.returncode, result.stdout) == (2, ""), result
-    (line,) = result.stderr.strip().splitlines()
-    return line
 
 
 @pytest.fixture(scope="module")

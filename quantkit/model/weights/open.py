@@ -18,7 +18,8 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.files import reading
-from quantkit.model.load import DEMO_NAME, Source, build_on_meta, hub_is_reachable
+from quantkit.model.hub import hub_is_reachable
+from quantkit.model.load import DEMO_NAME, Source, build_on_meta
 from quantkit.model.model_map import ModelMap
 from quantkit.model.names import checkpoint_name, family_of_module, find_prefix
 from quantkit.model.weights.headers import StoredTensor, absent, compare, match, read_headers
