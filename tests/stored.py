@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 from quantkit.quantization.layout import Checkpoint, Slot, TensorSpec
+
+
+def stored_scale(scale: float) -> float:
+    """The scale of a block as it is stored: the next float16 that is no smaller."""
+    half = np.float16(scale)
+    return float(half if float(half) >= scale else np.nextafter(half, np.float16(np.inf)))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

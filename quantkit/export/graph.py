@@ -24,6 +24,7 @@ from quantkit.quantization.layout import Checkpoint, Slot
 CONTRIB = "com.microsoft"
 ELEMENT_TYPES = {
     "F32": TensorProto.FLOAT,
+    "F16": TensorProto.FLOAT16,
     "I8": TensorProto.INT8,
     "U8": TensorProto.UINT8,
     "U16": TensorProto.UINT16,
@@ -117,6 +118,16 @@ class Graph:
             tensor.raw_data = (values if rows is None else values[rows[0] : sum(rows)]).tobytes()
         self.initializers[name] = tensor
         return name
+
+    def scales(self, name: str, rows: tuple[int, int] | None = None) -> str:
+        """Scales in float32, as products read them. Those of blocks are widened when a session is made."""
+        stored = self.weight(f"{name}.scales", rows)
+        if self.initializers[stored].data_type != TensorProto.FLOAT16:
+            return stored
+        widened = f"{stored}/widened"
+        if not self.labels[widened]:
+            self.op("Cast", stored, name=widened, to=TensorProto.FLOAT)
+        return f"{widened}/out0"
 
     def input(self, name: str, element_type: int, shape: Sequence[int | str]) -> str:
         """An input of the model."""

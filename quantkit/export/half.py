@@ -22,7 +22,6 @@ from quantkit.export.rotary import TABLES
 
 AS_THEY_ARE = 0  # the accuracy level at which products round no input
 CACHE = "present."  # outputs that are read again as they are
-SMALLEST_HALF = np.float32(2.0**-24)  # half of it and less becomes 0
 LARGEST_HALF = np.float32(np.finfo(np.float16).max)
 
 
@@ -64,13 +63,6 @@ def _halve(tensor: onnx.TensorProto, folder: Path) -> None:
             f"it holds {np.abs(values).max():.3g}, which float16 cannot",
             where=tensor.name,
             allowed=f"up to {LARGEST_HALF:.0f}",
-            next_step="choose a target that computes in float32",
-        )
-    is_lost = (values != 0) & (np.abs(values) <= SMALLEST_HALF / 2)
-    if tensor.name.endswith(".scales") and is_lost.any():
-        raise InputError(
-            f"{int(is_lost.sum())} of its scales are too small for float16",
-            where=tensor.name,
             next_step="choose a target that computes in float32",
         )
     tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), tensor.name))

@@ -44,7 +44,7 @@ def matmul(graph: Graph, pack: Pack, x: str) -> str:
         "MatMulNBits",
         x,
         graph.weight(f"{pack.name}.codes"),
-        graph.weight(f"{pack.name}.scales"),
+        graph.scales(pack.name),
         "" if grid.is_symmetric else graph.weight(f"{pack.name}.zeros"),
         "",
         bias,
@@ -152,6 +152,7 @@ def lookup(graph: Graph, entry: TableEntry, ids: str) -> str:
         raise InputError("its table has zero points", where=name, allowed="a symmetric grid for tables")
     values = graph.op("Sub", graph.op("Cast", codes, to=TensorProto.FLOAT), zero)
     scales = graph.op("Gather", graph.weight(f"{holder}.scales"), ids, axis=0)
+    scales = graph.op("Cast", scales, to=TensorProto.FLOAT)
     values = graph.op("Mul", values, graph.op("Unsqueeze", scales, graph.integers(-1)))
     rows = graph.op("Reshape", values, graph.integers(0, 0, -1))
     columns = entry.table.num_columns

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.model.model_map import ModelMap
-from quantkit.quantization.layout import Contents, planned_bytes
+from quantkit.quantization.layout import Contents, TensorSpec
 
 WEIGHTS_KEY, CACHES_KEY = "bytes_per_token", "caches"  # of a graph's metadata
 
@@ -61,6 +61,10 @@ def _weight_bytes(contents: Contents) -> int:
     """All weights without tables, of which a token reads one row. A float head reads the table it shares."""
     heads = {pack.table for pack in contents.packs if pack.table}
     tables = [entry for entry in contents.tables if entry.table.name not in heads]
-    return planned_bytes(contents.tensors()) - planned_bytes(
-        spec for entry in tables for spec in entry.tensors()
-    )
+    unread = {spec.name for entry in tables for spec in entry.tensors()}
+    return sum(_loaded_bytes(spec) for spec in contents.tensors() if spec.name not in unread)
+
+
+def _loaded_bytes(spec: TensorSpec) -> int:
+    """Bytes in memory: scales in float16 are widened when a session is made."""
+    return 2 * spec.num_bytes if spec.dtype == "F16" else spec.num_bytes

@@ -53,11 +53,12 @@ class Grid:
         return 1 if self.block is None else -(-in_features // self.block)
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of codes, float32 scales and zero points of a matrix, padded to whole blocks."""
+        """Bytes of codes, scales and zero points of a matrix, padded to whole blocks."""
         blocks = self.num_blocks(columns)
         width = columns if self.block is None else blocks * self.block
         zeros = 0 if self.is_symmetric else -(-blocks * self.bits // 8)
-        return rows * (width * self.bits // 8 + blocks * 4 + zeros)
+        scales = 4 if self.block is None else 2 * blocks
+        return rows * (width * self.bits // 8 + scales + zeros)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

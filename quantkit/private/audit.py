@@ -255,7 +255,7 @@ def _decoded(host: Mapping[str, NDArray[Any]], pack: str, kind: str) -> Floats:
     """Weight of a pack in float, [out, in]."""
     if kind == "weight_IO":
         return np.asarray(host[f"{pack}.weight_IO"].T, np.float32)
-    scales = host[f"{pack}.scales"]
+    scales = host[f"{pack}.scales"].astype(np.float32)
     if kind == "codes_IO":
         return np.asarray(host[f"{pack}.codes_IO"].T * scales[:, None], np.float32)
     codes = host[f"{pack}.codes"].astype(np.float32) - middle(8)

@@ -18,6 +18,7 @@ from quantkit.plan.formats import Grid
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Codes = NDArray[np.int8]  # int16 on a grid of 16 bits
+LARGEST_SCALE = np.float32(np.finfo(np.float16).max)  # of a block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +47,11 @@ def range_of(weight_OI: Floats, grid: Grid) -> tuple[Floats, Codes | None]:
     blocks = blocks_of(weight_OI, grid)
     if grid.is_symmetric:
         peaks = np.maximum(blocks.max(axis=2), -blocks.min(axis=2))
-        return _no_zeros(peaks / np.float32(grid.largest)), None
+        return stored_scales(_no_zeros(peaks / np.float32(grid.largest)), grid), None
     low, high = np.minimum(blocks.min(axis=2), 0), np.maximum(blocks.max(axis=2), 0)
     steps = np.float32(grid.largest - grid.lowest)
     scales = _no_zeros(high / steps - low / steps)  # apart, since their difference may overflow
+    scales = stored_scales(scales, grid)
     return scales, zeros_for(low, scales, grid)
 
 
@@ -62,6 +64,19 @@ def zeros_for(low: Floats, scales: Floats, grid: Grid) -> Codes:
 def _no_zeros(scales: Floats) -> Floats:
     scales[scales == 0] = 1  # a block of zeros: any scale will do, and 1 divides
     return np.asarray(scales, np.float32)
+
+
+def stored_scales(scales: Floats, grid: Grid) -> Floats:
+    """The scales that a file holds: of blocks the next float16 away from zero, so that no weight is cut off.
+
+    Codes are rounded on these, so the only loss is a step up to a thousandth longer, or 6e-8. A scale beyond
+    float16 becomes its largest number, which the writer refuses.
+    """
+    if grid.block is None:
+        return scales
+    halves = np.clip(scales, -LARGEST_SCALE, LARGEST_SCALE).astype(np.float16)
+    away = np.nextafter(halves, np.copysign(np.float16(LARGEST_SCALE), halves))
+    return np.where(np.abs(halves) < np.abs(scales), away, halves).astype(np.float32)
 
 
 def encode(weight_OI: Floats, scales: Floats, grid: Grid, zeros: Codes | None = None) -> Codes:

@@ -35,6 +35,7 @@ from quantkit.quantization.grid import Floats, decode, from_bytes, from_halves
 
 DTYPES: dict[str, Any] = {  # as safetensors spells them
     "F32": np.float32,
+    "F16": np.float16,
     "I8": np.int8,
     "U8": np.uint8,
     "U16": np.uint16,
@@ -56,7 +57,7 @@ class TensorSpec:
     """One tensor of a quantized checkpoint."""
 
     name: str
-    dtype: str  # as safetensors spells it: F32, I8, U8, U16
+    dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
 
     @property
@@ -94,7 +95,7 @@ class Checkpoint:
 
     def weight_OI(self, name: str, grid: Grid, columns: int) -> Floats:
         """The decoded weights of a pack or table."""
-        scales = self.read(f"{name}.scales")
+        scales = self.read(f"{name}.scales").astype(np.float32)
         if grid.in_halves:
             codes_OI = from_halves(*(self.read(f"{name}.{half}") for half in HALVES))
             return np.asarray(codes_OI * scales[:, None], np.float32)
@@ -215,7 +216,7 @@ def _block_tensors(name: str, rows: int, columns: int, grid: Grid) -> tuple[Tens
     blocks, size = grid.num_blocks(columns), grid.block or columns
     codes = TensorSpec(name=f"{name}.codes", dtype="U8", shape=(rows, blocks, -(-size * grid.bits // 8)))
     zeros = TensorSpec(name=f"{name}.zeros", dtype="U8", shape=(rows, -(-blocks * grid.bits // 8)))
-    scales = _floats(f"{name}.scales", rows, blocks)
+    scales = TensorSpec(name=f"{name}.scales", dtype="F16" if grid.block else "F32", shape=(rows, blocks))
     return (codes, scales) if grid.is_symmetric else (codes, scales, zeros)
 
 

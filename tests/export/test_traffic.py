@@ -19,6 +19,14 @@ from quantkit.runtime.static_decoder import StaticDecoder
 ROW_READERS = ("Gather", "GroupQueryAttention", "RotaryEmbedding")  # of tables, and of angles
 
 
+WIDTHS = {  # bytes in memory: scales in float16 are widened when a session is made
+    onnx.TensorProto.FLOAT: 4,
+    onnx.TensorProto.FLOAT16: 4,
+    onnx.TensorProto.UINT8: 1,
+    onnx.TensorProto.INT8: 1,
+}
+
+
 def bytes_in_graph(path, places):
     """Initializers but those that are only gathered from, and the caches as far as each attention sees."""
     graph = onnx.load(path).graph
@@ -27,9 +35,9 @@ def bytes_in_graph(path, places):
         for name in node.input:
             readers.setdefault(name, []).append(node)
     read = sum(
-        onnx.numpy_helper.to_array(each).nbytes
+        math.prod(each.dims) * WIDTHS[each.data_type]
         for each in graph.initializer
-        if each.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
+        if each.data_type in WIDTHS
         and math.prod(each.dims) > 8
         and any(node.op_type not in ROW_READERS for node in readers[each.name])
     )

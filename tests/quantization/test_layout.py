@@ -53,7 +53,7 @@ def test_a_fused_matrix_is_one_pack_under_its_own_name():
     ]
     stored = shapes(made)
     assert stored["transformer.h.0.attn.c_attn.codes"] == ("U8", (96, 1, 32))
-    assert stored["transformer.h.0.attn.c_attn.scales"] == ("F32", (96, 1))
+    assert stored["transformer.h.0.attn.c_attn.scales"] == ("F16", (96, 1))
     assert stored["transformer.h.0.attn.c_attn.bias"] == ("F32", (96,))
     assert stored["transformer.h.0.mlp.c_proj.codes"] == ("U8", (32, 4, 32))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exporting import build_tiny, export
+from stored import stored_scale
 
 from quantkit.model.inspect import map_module
 from quantkit.plan.formats import in_blocks
@@ -59,7 +60,7 @@ def rounded(weight_OI, bits):
     made = weight_OI.copy()
     for row in made:
         for start in range(0, len(row), 32):
-            scale = np.abs(row[start : start + 32]).max() / largest
+            scale = np.float32(stored_scale(np.abs(row[start : start + 32]).max() / largest))
             row[start : start + 32] = np.round(row[start : start + 32] / scale) * scale
     return made
 

@@ -48,7 +48,7 @@ def _integer_heads(graph: Graph, pack: Pack, hidden: str) -> str:
     products = []
     for head, part in enumerate(parts):
         rows = (head * width, width)
-        weights = [graph.weight(f"{pack.name}.{name}", rows) for name in ("codes", "scales")]
+        weights = [graph.weight(f"{pack.name}.codes", rows), graph.scales(pack.name, rows)]
         zeros = "" if grid.is_symmetric else graph.weight(f"{pack.name}.zeros", rows)
         bias = graph.weight(f"{pack.name}.bias", rows) if pack.has_bias else ""
         products.append(

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from quantkit.errors import InputError
@@ -24,7 +25,7 @@ from quantkit.model.model_map import Layer
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.plan.formats import Format, Grid
 from quantkit.quantization.calibration.statistics import InputStatistics, StatisticsOf
-from quantkit.quantization.grid import Encoded, Floats, decode_all, halves_of, to_bytes
+from quantkit.quantization.grid import LARGEST_SCALE, Encoded, Floats, decode_all, halves_of, to_bytes
 from quantkit.quantization.layout import (
     HALVES,
     Contents,
@@ -265,9 +266,24 @@ def _in_blocks(name: str, encoded: Iterator[Encoded], grid: Grid) -> Iterator[Pa
         if run.zeros is not None:
             zeros.append(run.zeros)
         yield f"{name}.codes", to_bytes(run.codes, grid.bits)
-    yield f"{name}.scales", np.concatenate(scales)
+    all_scales = np.concatenate(scales)
+    yield f"{name}.scales", _halves(name, all_scales) if grid.block else all_scales
     if zeros:
         yield f"{name}.zeros", to_bytes(np.concatenate(zeros), grid.bits)
+
+
+def _halves(name: str, scales: Floats) -> NDArray[np.float16]:
+    """Scales of blocks as they are stored; each is a float16 already."""
+    if np.abs(scales).max(initial=0) >= LARGEST_SCALE:
+        raise InputError(
+            "its weights are too large for the scales of blocks, which are float16",
+            where=name,
+            allowed=f"scales below {LARGEST_SCALE:.0f}",
+            next_step="a scheme with one scale a row holds them: --scheme int8_channel",
+        )
+    halves = scales.astype(np.float16)
+    assert (halves == scales).all(), f"{name}: codes were rounded on other scales than are stored"
+    return halves
 
 
 def _transposed(pack: Pack, encoded: Iterator[Encoded]) -> Iterator[Part]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.plan.formats import Grid
-from quantkit.quantization.grid import Codes, Encoded, Floats, range_of
+from quantkit.quantization.grid import Codes, Encoded, Floats, range_of, stored_scales
 
 TILE_VALUES = 1 << 16  # three arrays of this size stay in a core's cache
 ROW_MULTIPLE = 16
@@ -204,7 +204,7 @@ def _best_of_both(
     tile: _Tile, values: Floats, ends: Floats, plain_scales: Floats, plain_zeros: Floats | None
 ) -> tuple[Codes, Floats, Floats]:
     """(codes, scales, zeros) of the best scales, or of plain rounding where its error is no larger."""
-    scales = ends / tile.steps
+    scales = stored_scales(ends / tile.steps, tile.grid)
     np.copyto(scales, plain_scales, where=~(np.abs(scales) >= SMALLEST))  # no scale that divides badly
     plain = np.zeros_like(scales) if plain_zeros is None else plain_zeros.astype(np.float32)
     codes, errors = _rounded(tile, values, ends, scales, tile.zeros)
@@ -222,7 +222,8 @@ def _rounded(
     errors = tile.round_off(None if tile.grid.is_symmetric else zeros)
     codes = tile.codes if tile.grid.is_symmetric else tile.codes + _wide(zeros)
     unit = scales / ends
-    return codes.astype(np.int8), errors * (unit * unit)
+    with np.errstate(over="ignore", invalid="ignore"):  # of weights far smaller than a float16 scale
+        return codes.astype(np.int8), errors * (unit * unit)
 
 
 def _wide(per_block: NDArray[Any]) -> NDArray[Any]:

@@ -137,7 +137,7 @@ def test_a_block_diagonal_latent_takes_as_many_times_fewer_bytes_as_it_has_heads
     make(tmp_path / "model", drifted=(1,))
     export(tmp_path / "model", tmp_path / "out")
     diagonal, dense = (stored_bytes(tmp_path / "out", f"model.layers.{i}.mlp.latent") for i in range(2))
-    assert dense == {"codes": HIDDEN * HIDDEN, "scales": HIDDEN * HIDDEN // 32 * 4}
+    assert dense == {"codes": HIDDEN * HIDDEN, "scales": HIDDEN * HIDDEN // 32 * 2}
     assert diagonal == {key: size // HEADS for key, size in dense.items()}
     graph = onnx.load(tmp_path / "out" / "model.onnx").graph
     held = [

@@ -41,7 +41,7 @@ SIZES = {
 READ = np.random.default_rng(0).integers(1, 60, (2, 9))
 WRITTEN = np.concatenate([np.zeros((2, 1), np.int64), np.random.default_rng(1).integers(1, 60, (2, 5))], 1)
 BLOCK = 32
-BYTES_PER_WEIGHT = 1 + 4 / BLOCK  # INT8 with a float32 scale for each block
+BYTES_PER_WEIGHT = 1 + 2 / BLOCK  # INT8 with a float16 scale for each block
 
 
 def one_wide(folder, **changes):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from exporting import NOTHING, build_tiny
 from layers import one_layer
+from stored import stored_scale
 
 from quantkit.model.inspect import inspect
 from quantkit.model.load import open_source
@@ -152,7 +153,7 @@ def read(raw):
     """A safetensors file, naively."""
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
-    kinds = {"F32": np.float32, "U8": np.uint8, "I8": np.int8}
+    kinds = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I8": np.int8}
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
@@ -169,7 +170,8 @@ def naive(weight_OI, size):
     for row in range(rows):
         for block, start in enumerate(range(0, columns, size)):
             values = weight_OI[row, start : start + size]
-            scales[row, block] = np.abs(values).max() / np.float32(127)
+            scale = np.abs(values).max() / np.float32(127)
+            scales[row, block] = stored_scale(scale) if size == BLOCK else scale
             codes[row, block, : len(values)] = np.round(values / scales[row, block])
     return codes, scales
 
