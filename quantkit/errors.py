@@ -6,6 +6,8 @@ mistake of the package stays an ordinary exception with a traceback.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 MAX_CHARACTERS = 1000  # of a part; longer ones are cut in the middle
@@ -40,6 +42,18 @@ def _one_line(text: str) -> str:
     if len(line) > MAX_CHARACTERS:
         line = f"{line[: MAX_CHARACTERS // 2]} ... {line[-MAX_CHARACTERS // 4 :]}"
     return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
+def not_one_of(value: str, names: Iterable[str], *, where: str, what: str = "") -> InputError:
+    """A name that is not in a list, with the nearest one that is."""
+    names = list(names)
+    nearest = difflib.get_close_matches(value, names, n=1)
+    return InputError(
+        what or f"'{value}'",
+        where=where,
+        allowed=", ".join(names),
+        next_step=f"did you mean '{nearest[0]}'?" if nearest else "",
+    )
 
 
 class MissingProviderError(InputError):

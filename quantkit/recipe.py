@@ -7,6 +7,7 @@ whole run. Pydantic and YAML are imported here alone.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.files import read_text, reading, require_shallow
 from quantkit.plan.formats import AUTO, SCHEMES
 
@@ -159,6 +160,7 @@ class Recipe(Section):
 
 
 EXAMPLES = "see recipes/ for examples"
+QUOTED = re.compile(r"'([^']*)'")  # the names that pydantic lists
 SECTIONS: dict[tuple[str, ...], type[Section]] = {
     (): Recipe,
     ("select",): Select,
@@ -199,19 +201,26 @@ def recipe_schema() -> dict[str, Any]:
     return Recipe.model_json_schema()
 
 
-def _explain(error: Any) -> str:
-    """One line from an entry of a pydantic error."""
+def _explain(error: Any, where: str) -> InputError:
+    """The refusal that an entry of a pydantic error stands for."""
     *parents, key = error["loc"]
     name = ".".join(str(part) for part in _keys_of(error["loc"]))
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        names = QUOTED.findall(error["ctx"]["expected"])
+        return not_one_of(error["input"], names, where=where, what=f"{name}: '{error['input']}'")
     if error["type"] != "extra_forbidden":
-        return f"{name}: {error['msg']}, got {error['input']!r}"
+        return InputError(f"{name}: {error['msg']}, got {error['input']!r}", where=where)
     allowed = _keys_at(parents)
     paths = {field: ".".join((*section, field)) for section in SECTIONS for field in _keys_at(section)}
     nearest = difflib.get_close_matches(str(key), allowed, n=1) or [
         paths[field] for field in difflib.get_close_matches(str(key), paths, n=1)
     ]
-    hint = f"; next: did you mean '{nearest[0]}'?" if nearest else ""
-    return f"unknown key '{name}'; allowed: {', '.join(allowed)}{hint}"
+    return InputError(
+        f"unknown key '{name}'",
+        where=where,
+        allowed=", ".join(allowed),
+        next_step=f"did you mean '{nearest[0]}'?" if nearest else "",
+    )
 
 
 def _keys_of(location: Sequence[Any]) -> Sequence[Any]:
@@ -250,7 +259,7 @@ def check_recipe(content: Any, *, where: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        raise InputError(_explain(error.errors()[0]), where=where) from error
+        raise _explain(error.errors()[0], where) from error
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 
 if TYPE_CHECKING:
     from quantkit.report.tables import Page
@@ -22,7 +22,6 @@ NO_TRANSFORM = "none"
 app = typer.Typer(
     name="quantkit",
     help="Post-training quantization and verified ONNX export for Hugging Face transformers.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -47,10 +46,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+def top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
     """Post-training quantization and verified ONNX export for Hugging Face transformers."""
     if version:
         typer.echo(f"quantkit {quantkit.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def show(document: Mapping[str, Any] | Sequence[Any], page: Page, output_format: str = "table") -> None:
@@ -67,7 +71,7 @@ def show(document: Mapping[str, Any] | Sequence[Any], page: Page, output_format:
 
 def check_format(output_format: str, allowed: Sequence[str] = FORMATS) -> str:
     if output_format not in allowed:
-        raise InputError(f"'{output_format}'", where="--format", allowed=", ".join(allowed))
+        raise not_one_of(output_format, allowed, where="--format")
     return output_format
 
 

@@ -10,7 +10,7 @@ from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app, finish, sh
 from quantkit.errors import InputError
 
 
-@app.command()
+@app.command(short_help="Measure an artifact's speed and memory, by provider.")
 def bench(
     folder: ArtifactFolder,
     prompt: Annotated[int | None, typer.Option(help="tokens of the prompt  [default: 128]")] = None,

@@ -10,7 +10,7 @@ import typer
 from quantkit.cli.app import AsJson, OutputFormat, app, check_format, show
 
 
-@app.command()
+@app.command(short_help="Put the reports of several artifacts side by side.")
 def compare(
     folders: Annotated[
         list[Path], typer.Argument(help="folders that 'quantkit quantize' wrote, two or more")

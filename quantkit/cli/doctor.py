@@ -5,7 +5,7 @@ from __future__ import annotations
 from quantkit.cli.app import AsJson, app, finish, show
 
 
-@app.command()
+@app.command(short_help="List runtimes, providers and devices of this machine.")
 def doctor(as_json: AsJson = False) -> None:
     """List runtimes, providers and devices of this machine; name clashes with their cure."""
     from quantkit.model.model_map import to_json

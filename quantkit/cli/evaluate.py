@@ -10,7 +10,7 @@ import typer
 from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app, finish, show
 
 
-@app.command("eval")
+@app.command("eval", short_help="Measure an artifact's accuracy beside its original.")
 def evaluate(
     folder: ArtifactFolder,
     text: Annotated[Path | None, typer.Option(help="a text file  [default: the recipe's]")] = None,

@@ -32,7 +32,7 @@ class GenerateOptions(TypedDict):
 UNFINISHED = "\ufffd"  # a tokenizer's sign for part of a character
 
 
-@app.command()
+@app.command(short_help="Continue a text with a quantized model.")
 def generate(
     model: Annotated[
         str, typer.Argument(help="an artifact's folder, or a model, which then runs in float32")

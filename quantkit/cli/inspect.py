@@ -25,7 +25,7 @@ from quantkit.cli.app import (
 from quantkit.errors import InputError
 
 
-@app.command()
+@app.command(short_help="List a model's layers, what is picked and why, and costs.")
 def inspect(
     model: Model,
     min_dim: MinDim = None,

@@ -9,6 +9,7 @@ from quantkit.cli.app import app
 
 @app.command(
     "lm-eval",
+    short_help="Run lm-evaluation-harness on artifacts.",
     add_help_option=False,  # --help is the harness's
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )

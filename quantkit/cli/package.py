@@ -11,7 +11,7 @@ import typer
 from quantkit.cli.app import ArtifactFolder, AsJson, app
 
 
-@app.command()
+@app.command(short_help="Pack an artifact with a runner for a device.")
 def package(
     folder: ArtifactFolder,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="a folder, or FILE.zip")] = None,

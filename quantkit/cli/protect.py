@@ -12,7 +12,7 @@ from quantkit.cli.app import AsJson, Exclude, Include, MinDim, Model, app, parse
 from quantkit.errors import InputError
 
 
-@app.command()
+@app.command(short_help="Split a model: a host computes on permuted features.")
 def protect(
     model: Model,
     key: Annotated[Path, typer.Option(help="the key's file; made, for you alone, if it does not exist")],

@@ -9,7 +9,7 @@ import typer
 from quantkit.cli.app import ArtifactFolder, app
 
 
-@app.command()
+@app.command(short_help="Upload an artifact with its model card to the Hub.")
 def push(
     folder: ArtifactFolder,
     repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if it is not there")],

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quantkit.pipeline.options import Options
 
 
-@app.command()
+@app.command(short_help="Quantize, export, check and measure a model.")
 def quantize(
     model: Annotated[
         str | None, typer.Argument(help="a folder, 'demo', a well-known name, or a Hub name")

@@ -10,7 +10,7 @@ import typer
 from quantkit.cli.app import ArtifactFolder, AsJson, OutputFormat, app, check_format, show
 
 
-@app.command()
+@app.command(short_help="Show an artifact's report again, and write its page.")
 def report(
     folder: ArtifactFolder,
     opens: Annotated[bool, typer.Option("--open", help="open report.html in the browser")] = False,

@@ -16,7 +16,7 @@ DEFAULT_PORT = 8377
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
-@app.command("serve-host")
+@app.command("serve-host", short_help="Serve the blocks of a protected model to its clients.")
 def serve_host(
     folder: Annotated[Path, typer.Argument(help="the folder 'host' that 'quantkit protect' wrote")],
     port: Annotated[int, typer.Option(help="0 is any free one")] = DEFAULT_PORT,

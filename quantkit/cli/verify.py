@@ -10,7 +10,7 @@ import typer
 from quantkit.cli.app import CheckFiles, app
 
 
-@app.command()
+@app.command(short_help="Compare every file with the manifest.")
 def verify(
     folder: Annotated[Path, typer.Argument(help="an artifact, a package, or a side of a protected model")],
     check: CheckFiles = "all",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.export.check import Written, read_written
 from quantkit.files import read_json
 from quantkit.pipeline.folder import (
@@ -173,7 +173,7 @@ def pack(
 def _require_target(folder: Path, artifact_target: object, target: str) -> None:
     """Refuse an artifact of another target; two names of one target are equal."""
     if target not in TARGETS:
-        raise InputError(f"no target '{target}'", where="--target", allowed=", ".join(TARGETS))
+        raise not_one_of(target, TARGETS, where="--target", what=f"no target '{target}'")
     if TARGETS.get(str(artifact_target)) != TARGETS[target]:
         raise InputError(
             f"the artifact was made for target '{artifact_target}'",

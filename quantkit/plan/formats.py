@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from quantkit.errors import InputError
+from quantkit.errors import not_one_of
 from quantkit.model.model_map import READ_NO_NORM, Role
 
 BITS_IN_HALVES = 16
@@ -195,4 +195,4 @@ def scheme(name: str) -> Scheme:
     try:
         return SCHEMES[name]
     except KeyError:
-        raise InputError(f"'{name}'", where="scheme", allowed=", ".join(SCHEMES)) from None
+        raise not_one_of(name, SCHEMES, where="scheme") from None

@@ -40,6 +40,24 @@ import onnxruntime
 session = onnxruntime.InferenceSession("{graph}")
 print([entry.name for entry in session.get_inputs()])"""
 
+DECODER = """\
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+options = onnxruntime.SessionOptions()
+options.log_severity_level = 3  # without it a notice says that num_logits may be given
+session = onnxruntime.InferenceSession("model.onnx", options)
+ids = np.array([Tokenizer.from_file("tokenizer.json").encode("The king is").ids])
+feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.size)[None]}
+for entry in session.get_inputs():
+    if entry.name.startswith("past_key_values"):  # an empty cache
+        _, heads, _, size = entry.shape
+        kind = np.int8 if "int8" in entry.type else np.float32
+        feeds[entry.name] = np.zeros((1, heads, 0, size), kind)
+feeds["num_logits"] = np.array([ids.size])  # logits of this many last tokens; left out, of the last one
+print(session.run(["logits"], feeds)[0].shape)"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Code:
@@ -58,7 +76,8 @@ def loading(document: Json) -> Iterable[Code]:
         yield Code(title="optimum", text=OPTIMUM)
     if "genai_config.json" in files:
         yield Code(title="onnxruntime-genai", text=GENAI)
-    yield Code(title="onnxruntime", text=ONNXRUNTIME.format(graph=graphs[0]))
+    is_plain = kind == "decoder" and graphs == ["model.onnx"] and not TARGETS[document["target"]].is_half
+    yield Code(title="onnxruntime", text=DECODER if is_plain else ONNXRUNTIME.format(graph=graphs[0]))
 
 
 def reproducing(document: Json) -> Iterable[Code]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.files import expect, read_json, reading
 
 MANIFEST = "manifest.json"
@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def require_whole(folder: Path, check: str = "quick") -> dict[str, Any]:
     """The manifest of a folder; files that differ from it, are missing or not listed are refused by name."""
     if check not in get_args(Check):
-        raise InputError(f"'{check}'", where="--check", allowed=", ".join(get_args(Check)))
+        raise not_one_of(check, get_args(Check), where="--check")
     if check == "none":
         return {}
     manifest = read_manifest(folder)

@@ -8,9 +8,37 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import quantkit, quantkit_alone, refused
+from commands import SETTINGS, quantkit, quantkit_alone, refused
 
 pytestmark = pytest.mark.once
+
+
+def test_the_bare_command_shows_its_help(monkeypatch):
+    monkeypatch.setitem(SETTINGS, "COLUMNS", "80")
+    shown = quantkit()
+    assert (shown.returncode, shown.stderr) == (0, "")
+    verbs = shown.stdout.partition("Commands:\n")[2].splitlines()
+    assert len(verbs) == 14
+    assert not [line for line in verbs if line.endswith("...")], "every verb in one line of 80 columns"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["quantize", "demo", "--scheme", "int8_blok32"], "int8_block32"),
+        (["quantize", "demo", "--target", "nppu"], "npu"),
+        (["quantize", "demo", "--fit", "gptqq"], "gptq"),
+        (["quantize", "demo", "--transform", "smothquant"], "smoothquant"),
+        (["bench", "demo", "--provider", "cpuu"], "cpu"),
+        (["compare", "a", "b", "--format", "tabel"], "table"),
+        (["verify", "demo", "--check", "alll"], "all"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_mistyped_name_is_answered_with_the_nearest(arguments, nearest):
+    line = refused(*arguments)
+    assert f"'{arguments[-1]}'; allowed: " in line
+    assert line.endswith(f"; next: did you mean '{nearest}'?")
 
 
 def test_inspect_json_holds_the_contract():

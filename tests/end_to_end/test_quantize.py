@@ -28,6 +28,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.pipeline.stages import export as export_stage
 from quantkit.report.clients import loading
 from quantkit.runtime.decoder import open_decoder
+from quantkit.runtime.tokenizer import open_text
 
 pytestmark = pytest.mark.once
 
@@ -161,7 +162,10 @@ def test_the_code_of_the_page_runs_in_each_client(artifact, monkeypatch, capsys)
     for code, library in zip(codes, ("quantkit", "optimum", "onnxruntime_genai", "onnxruntime"), strict=True):
         if importlib.util.find_spec(library):
             exec(compile(code.text, code.title, "exec"), {})
-            assert capsys.readouterr().out.strip(), code.title
+            shown = capsys.readouterr().out.strip()
+            assert shown, code.title
+    num_tokens = len(open_text(folder).encode("The king is"))
+    assert shown == f"(1, {num_tokens}, 4096)", "onnxruntime alone gives the logits of every token"
 
 
 def test_generate_continues_a_text_alone_and_in_a_batch(artifact):

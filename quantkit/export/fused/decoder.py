@@ -142,9 +142,9 @@ class FusedDecoder(FusedOperators):
         return self.graph.op("Mul", x, self.graph.constant("embedding_scale", np.array(scale, np.float32)))
 
     def position_rows(self, entry: TableEntry) -> str:
-        offset = self.graph.integers(self.model_map.position_offset)
         positions = self.positions
         if self.model_map.position_offset:
+            offset = self.graph.integers(self.model_map.position_offset)
             positions = self.graph.op("Add", positions, offset)
         return operators.lookup(self.graph, entry, positions)
 

@@ -20,7 +20,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.export.graph import save
 
 Floats = NDArray[np.float32]
@@ -130,7 +130,7 @@ def cache_parts(
     """The inputs, attributes and types by which the attention `name` keeps its cache in this format."""
     row = CACHE_FORMATS.get(cache_format)
     if row is None:
-        raise InputError(f"'{cache_format}'", where="cache format", allowed=", ".join(CACHE_FORMATS))
+        raise not_one_of(cache_format, CACHE_FORMATS, where="cache format")
     if row.bits is None:
         return CacheParts(element_type=row.element_type, inputs=(), attributes={}, constants={})
     if peaks is None:

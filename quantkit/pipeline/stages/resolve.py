@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.evaluation.text import read_text
 from quantkit.model.architectures.latents import keep_latents
 from quantkit.model.companions import has_tokenizer
@@ -163,7 +163,7 @@ def require_possible(recipe: Recipe, model_map: ModelMap, kind: str) -> None:
     """Refuse options that this kind of model cannot take."""
     unknown = [name for name in recipe.transforms if name not in TRANSFORMS]
     if unknown:
-        raise InputError(f"'{unknown[0]}'", where="transforms", allowed=", ".join(TRANSFORMS))
+        raise not_one_of(unknown[0], TRANSFORMS, where="transforms")
     changes = [name for name in ("transforms", "bias_correction") if getattr(recipe, name)]
     if kind == "traced" and changes:
         raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.export.static.decoder import why_not_static
 from quantkit.export.static.operators import StaticShape
 from quantkit.model.model_map import ModelMap
@@ -41,7 +41,7 @@ def settle_static(recipe: Recipe, model_map: ModelMap, kind: str) -> Recipe:
     if recipe.scheme == AUTO:
         recipe = override(recipe, {"scheme": names[0]})
     if recipe.scheme not in names:
-        raise InputError(f"scheme '{recipe.scheme}'", where=where, allowed=", ".join(names))
+        raise not_one_of(recipe.scheme, names, where=where, what=f"scheme '{recipe.scheme}'")
     refused = {
         "--layer": (bool(recipe.layers), "a static graph has one scheme"),
         "--cache": (recipe.cache != "float32", "the target decides the format of keys and values"),

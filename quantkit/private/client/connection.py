@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.private.protocol import (
     DTYPES,
     MAX_WORDS,
@@ -103,7 +103,7 @@ def connect(
     """A session with room for `capacity` tokens on the host that belongs to this client."""
     address = split_url(url)
     if features not in DTYPES:
-        raise InputError(f"'{features}'", where="--features", allowed=", ".join(DTYPES))
+        raise not_one_of(features, DTYPES, where="--features")
     with ExitStack() as stack, one_line_errors(url):
         sock = stack.enter_context(socket.create_connection(address, min(CONNECT_SECONDS, reply_seconds)))
         sock.settimeout(reply_seconds)  # for sending: a host that reads nothing is given up

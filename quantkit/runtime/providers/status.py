@@ -13,7 +13,7 @@ import dataclasses
 import io
 import sys
 
-from quantkit.errors import InputError, MissingProviderError
+from quantkit.errors import MissingProviderError, not_one_of
 from quantkit.runtime.providers.table import (
     PROVIDERS,
     RELU_MODEL,
@@ -59,7 +59,7 @@ def provider_status(name: str) -> ProviderStatus:
 def require_usable(name: str) -> None:
     """Raise with what is missing where this machine does not run a provider."""
     if name not in PROVIDERS:
-        raise InputError(f"no provider '{name}'", where="--provider", allowed=", ".join(PROVIDERS))
+        raise not_one_of(name, PROVIDERS, where="--provider", what=f"no provider '{name}'")
     status = provider_status(name)
     if not status.usable:
         raise MissingProviderError(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.providers.table import PROVIDERS, one_line
 
@@ -49,7 +49,7 @@ def read_choices(texts: Sequence[str]) -> tuple[ProviderChoice, ...]:
     for text in filter(None, (part.strip() for names in texts for part in names.split(","))):
         name, _, python = text.partition("@")
         if name not in PROVIDERS:
-            raise InputError(f"no provider '{name}'", where="--provider", allowed=", ".join(PROVIDERS))
+            raise not_one_of(name, PROVIDERS, where="--provider", what=f"no provider '{name}'")
         if python and not Path(python).expanduser().is_file():
             raise InputError("no such interpreter", where=f"--provider {text}", allowed="NAME@PYTHON")
         choices.append(

@@ -50,7 +50,7 @@ def weights_of(tensors, label, name, columns):
     if name == FLOAT:
         return tensors[f"{label}.weight_IO"].T.astype(np.float64)
     grid = PROBED[name][0].grid
-    scales = tensors[f"{label}.scales"]
+    scales = tensors[f"{label}.scales"].astype(np.float32)
     if grid.block is None:
         return (tensors[f"{label}.codes_IO"] * scales[None, :]).T.astype(np.float64)
     codes = from_bytes(tensors[f"{label}.codes"], grid.bits, grid.block)
