@@ -29,7 +29,7 @@ from quantkit.model.model_map import Layer, Role, Rows
 from quantkit.plan.formats import SCHEMES, Format
 from quantkit.plan.min_dim import FLOAT, Product
 from quantkit.plan.targets import DEFAULT_TARGET, TARGETS
-from quantkit.quantization.layout import DTYPES, Checkpoint, Pack, Slot, TensorSpec
+from quantkit.quantization.layout import Checkpoint, Pack, Slot, TensorSpec
 
 NUM_ROWS = 128
 IN_FEATURES = 768
@@ -255,13 +255,14 @@ def _random_checkpoint(path: Path, specs: Iterable[TensorSpec], seed: int = 0) -
     """
     generator = np.random.default_rng(seed)
     codes = generator.integers(1, 255, 1 << 20, dtype=np.uint8).tobytes()
-    floats = (0.02 + 0.01 * generator.random(1 << 20, dtype=np.float32)).tobytes()
+    floats = 0.02 + 0.01 * generator.random(1 << 20, dtype=np.float32)
+    pools = {"F32": floats.tobytes(), "F16": floats.astype(np.float16).tobytes()}
     slots: dict[str, Slot] = {}
     with path.open("wb") as file:
         for number, spec in enumerate(specs):
             file.seek(-(-file.tell() // 64) * 64)
             slots[spec.name] = Slot(spec=spec, offset=file.tell(), length=spec.num_bytes)
-            pool = floats if DTYPES[spec.dtype] is np.float32 else codes
+            pool = pools.get(spec.dtype, codes)
             place, left = number * STRIDE_BYTES % len(pool), spec.num_bytes
             while left:
                 piece = memoryview(pool)[place : place + left]

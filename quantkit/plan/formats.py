@@ -113,7 +113,7 @@ class Scheme:
 def with_little_padding(grid: Grid, columns: int) -> Grid:
     """The grid with the largest blocks, up to its own, that pad a row of `columns` by at most 2%.
 
-    Blocks of 16 are left out: their scales take a quarter of the codes' bytes.
+    Blocks of 16 are left out: their scales take an eighth of the codes' bytes.
     """
     sizes = [size for size in BLOCKS if 32 <= size <= (grid.block or 0)]
     fitting = (size for size in sizes if -columns % size <= MOST_PADDING * columns)
