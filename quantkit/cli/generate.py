@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from quantkit.cli.app import AsJson, CheckFiles, app
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
+    from quantkit.runtime.chat import ChatTemplate, Message
     from quantkit.runtime.generate import Sampling
     from quantkit.runtime.tokenizer import Text
 
@@ -29,6 +30,8 @@ class GenerateOptions(TypedDict):
     stop_ids: frozenset[int]
 
 
+Run = Callable[[Sequence[Sequence[int]]], Iterator[list[int | None]]]  # token ids to tokens, step by step
+FROM_INPUT = "-"
 UNFINISHED = "\ufffd"  # a tokenizer's sign for part of a character
 
 
@@ -37,7 +40,15 @@ def generate(
     model: Annotated[
         str, typer.Argument(help="an artifact's folder, or a model, which then runs in float32")
     ],
-    prompts: Annotated[list[str], typer.Argument(help="the beginning of a text; several make a batch")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="the beginning of a text; several make a batch; - reads standard input"),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="answer in the model's chat template; without PROMPTS a dialogue"),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="the system's turn before a chat")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to add")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="draw from the k most likely; 0 is no limit")] = 0,
@@ -58,10 +69,15 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with a quantized model; tokens appear as they are made."""
+    from quantkit.runtime.chat import open_chat_template
     from quantkit.runtime.generate import Sampling, check_sampling
     from quantkit.runtime.generate import generate as generate_tokens
     from quantkit.runtime.session import open_session
     from quantkit.runtime.tokenizer import open_text
+
+    prompts = _read_prompts(prompts or [], chat=chat)
+    if system is not None and not chat:
+        raise InputError("only a chat has a system's turn", where="--system", next_step="add --chat")
 
     if max_new_tokens < 1:
         raise InputError(f"{max_new_tokens}", where="--max-new-tokens", allowed="1 or more")
@@ -71,29 +87,58 @@ def generate(
         _send_libraries_to_errors()
     with _artifact(model, check, is_client=host is not None) as folder:
         text = open_text(folder)
-        ids = [text.encode(prompt) for prompt in prompts]
+        template = open_chat_template(folder) if chat else None
         options: GenerateOptions = {
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
             "stop_ids": text.stop_ids,
         }
-        beginnings = prompts
+        beginnings = [""] * len(prompts) if chat else prompts
+        run: Run
         if host:
-            steps = _steps_from_host(folder, host, token_file, features, ids, threads, options)
+            run = partial(_steps_from_host, folder, host, token_file, features, threads, options)
         else:
             session = open_session(folder, threads=threads, provider=provider)
-            steps = generate_tokens(session, ids, **options)
+            run = partial(generate_tokens, session, **options)
             if session.reads_and_answers:  # an answer is a text of its own and not the prompt's continuation
                 beginnings = [""] * len(prompts)
-        if len(ids) == 1 and not as_json:
+        if template and not prompts:
+            _talk(template, text, run, system)
+            return
+        steps = run(_encoded(prompts, text, template, system))
+        if len(prompts) == 1 and not as_json:
             for piece in _stream(beginnings[0], steps, text):
                 typer.echo(piece, nl=False)
-            return
-        token_rows: list[list[int]] = [[] for _ in ids]
-        for tokens in steps:
-            for row, token in zip(token_rows, tokens, strict=True):
-                if token is not None:
-                    row.append(token)
+        else:
+            _show_all(prompts, beginnings, steps, text, as_json=as_json)
+
+
+def _encoded(
+    prompts: Sequence[str], text: Text, template: ChatTemplate | None, system: str | None
+) -> list[list[int]]:
+    """Token ids of texts to go on with, or of users' turns."""
+    from quantkit.runtime.chat import conversation
+
+    if template is None:
+        return [text.encode(prompt) for prompt in prompts]
+    turns = [template.render(conversation(prompt, system)) for prompt in prompts]
+    return [text.encode(turn, adds_special_tokens=False) for turn in turns]
+
+
+def _show_all(
+    prompts: Sequence[str],
+    beginnings: Sequence[str],
+    steps: Iterator[list[int | None]],
+    text: Text,
+    *,
+    as_json: bool,
+) -> None:
+    """The texts of a batch, when all have ended."""
+    token_rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in steps:
+        for row, token in zip(token_rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
     if as_json:
         documents = [
             {"prompt": prompt, "text": text.decode(row), "tokens": row}
@@ -105,14 +150,48 @@ def generate(
         typer.echo(f"[{number}] {beginning}{text.decode(row)}")
 
 
+def _read_prompts(prompts: Sequence[str], *, chat: bool) -> list[str]:
+    """The prompts; "-" is standard input to its end, and a chat that nobody types reads it too."""
+    if chat and not prompts and not sys.stdin.isatty():
+        prompts = [FROM_INPUT]
+    if not chat and not prompts:
+        raise InputError("no prompt", where="PROMPTS", allowed="a text, or - for standard input")
+    if list(prompts).count(FROM_INPUT) > 1:
+        raise InputError("standard input can be read once", where="PROMPTS", allowed="one -")
+    return [sys.stdin.read().rstrip("\n") if prompt == FROM_INPUT else prompt for prompt in prompts]
+
+
+def _talk(template: ChatTemplate, text: Text, run: Run, system: str | None) -> None:
+    """Turn after turn from the terminal; the whole dialogue is read again for each answer."""
+    from quantkit.runtime.chat import conversation
+
+    turns: list[Message] = []
+    typer.echo("an empty line or Ctrl-D ends the dialogue", err=True)
+    while (line := _ask()).strip():
+        turns += conversation(line, None if turns else system)
+        pieces = []
+        ids = text.encode(template.render(turns), adds_special_tokens=False)
+        for piece in _stream("", run([ids]), text):
+            typer.echo(piece, nl=False)
+            pieces.append(piece)
+        turns.append({"role": "assistant", "content": "".join(pieces).strip()})
+
+
+def _ask() -> str:
+    try:
+        return input("> ")
+    except EOFError:
+        return ""
+
+
 def _steps_from_host(
     folder: Path,
     url: str,
     token_file: Path | None,
     features: str,
-    ids: Sequence[Sequence[int]],
     threads: int | None,
     options: GenerateOptions,
+    ids: Sequence[Sequence[int]],
 ) -> Iterator[list[int | None]]:
     """Tokens step by step, computed by the client here and its host."""
     from quantkit.private.client.connection import connect, split_url

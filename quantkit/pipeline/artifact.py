@@ -27,6 +27,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.report.document import Report
 from quantkit.report.stored import REPORT_FILE, read_report
+from quantkit.runtime.chat import Message, check_messages, conversation, open_chat_template
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.manifest import require_whole
@@ -112,13 +113,36 @@ class Artifact:
         texts = [self.tokenizer.decode(row) for row in token_rows]
         return texts[0] if isinstance(prompts, str) else texts
 
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+    ) -> str:
+        """Answer a conversation in the form of the model's chat template; a text is one turn of a user.
+
+        A message is `{"role": "user", "content": "..."}`; roles are system, user and assistant.
+        """
+        turns = conversation(messages) if isinstance(messages, str) else check_messages(messages)
+        text = open_chat_template(self.folder).render(turns)
+        ids = self.tokenizer.encode(text, adds_special_tokens=False)
+        steps = self._steps([ids], max_new_tokens=max_new_tokens, sampling=sampling)
+        return self.tokenizer.decode([token for (token,) in steps if token is not None])
+
     def stream_tokens(
         self, prompts: Sequence[str], *, max_new_tokens: int = 64, sampling: Sampling | None = None
     ) -> Iterator[list[int | None]]:
         """Token ids step by step, one for each prompt; None for a text that has ended."""
+        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        return self._steps(ids, max_new_tokens=max_new_tokens, sampling=sampling)
+
+    def _steps(
+        self, ids: Sequence[list[int]], *, max_new_tokens: int, sampling: Sampling | None
+    ) -> Iterator[list[int | None]]:
         return generate(
             self.session,
-            [self.tokenizer.encode(prompt) for prompt in prompts],
+            ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_ids=self.tokenizer.stop_ids,

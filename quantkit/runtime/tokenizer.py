@@ -25,10 +25,10 @@ class Text:
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the model begins a text with."""
         with reading(TOKENIZER_FILE, "it cannot encode the text"):
-            return list(self.tokenizer.encode(text).ids)
+            return list(self.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
 
     def decode(self, ids: list[int]) -> str:
         """The text without special tokens."""
