@@ -91,6 +91,12 @@ def read_start_tokens(folder: Path, file: Path) -> None:
     np.array(read_start_ids(folder), np.int64)
 
 
+def read_chat(folder: Path, file: Path) -> None:
+    from quantkit.runtime.chat import conversation, open_chat_template
+
+    open_chat_template(folder).render(conversation("What is it?", "Be brief"))
+
+
 def read_calibration(folder: Path, file: Path) -> None:
     from quantkit.quantization.calibration.tokens import calibration_tokens
 
@@ -273,6 +279,8 @@ SPECIAL = b'{"bos_token": "w1", "eos_token": {"content": "w2"}}'
 GENERATION = (
     b'{"decoder_start_token_id": 1, "eos_token_id": [2, 3], "forced_bos_token_id": 4, "pad_token_id": 0}'
 )
+CHAT = b"""{% for message in messages %}{{ message['role'] }}: {{ message.content | trim | tojson }}
+{% endfor %}{% if add_generation_prompt %}{{ eos_token }}assistant: {% endif %}"""
 PARSERS: dict[str, Parser] = {
     "recipe": Parser("artifact", "recipe.yaml", mutations.yaml_files, read_recipe),
     "config": Parser("model", "config.json", JSON, read_config),
@@ -281,6 +289,7 @@ PARSERS: dict[str, Parser] = {
     "tokenizer": Parser("model", "tokenizer.json", JSON, read_tokenizer),
     "tokenizer config": Parser("model", "tokenizer_config.json", JSON, read_token_files, SPECIAL),
     "generation config": Parser("model", "generation_config.json", JSON, read_start_tokens, GENERATION),
+    "chat template": Parser("model", "chat_template.jinja", mutations.text_files, read_chat, CHAT),
     "token ids": Parser("", "ids.npy", mutations.npy_files, read_calibration, _ids()),
     "calibration text": Parser("", "text.txt", mutations.text_files, read_calibration, b"one two three " * 9),
     "manifest": Parser("artifact", "manifest.json", JSON, read_manifest),
