@@ -110,13 +110,16 @@ def quantize(
         bool, typer.Option("--dry-run", help="show what would be done and its size; write nothing")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="show the whole report: spreads, losses, protocol, times")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize, export, check and measure a model; ends in a table and a report."""
     from quantkit.pipeline.options import Options
     from quantkit.pipeline.quantize import quantize as quantize_model
     from quantkit.report.document import report_json
-    from quantkit.report.quantization import quantization_page
+    from quantkit.report.quantization import brief_page, quantization_page
     from quantkit.report.tables import print_page
 
     options = Options(
@@ -167,7 +170,7 @@ def quantize(
     if as_json:
         typer.echo(json.dumps({"artifact": str(artifact.folder), **document}, indent=2))
     else:
-        print_page(quantization_page(document))
+        print_page(quantization_page(document) if verbose else brief_page(document))
         typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}, .html")
     finish(artifact.report.is_sound and not artifact.report.failures)
 

@@ -1,6 +1,7 @@
 """The page of `quantkit quantize` and `quantkit report`: plan, measurements and alarms.
 
-The page is made from the content of report.json, so an artifact's report can be shown again from its file.
+`quantize` shows one screen of it, and all of it with --verbose. The page is made from the content of
+report.json, so an artifact's report can be shown again from its file.
 """
 
 from __future__ import annotations
@@ -27,9 +28,22 @@ def quantization_page(document: Json) -> Page:
     )
 
 
-def _head(document: Json) -> Iterable[str]:
+def brief_page(document: Json) -> Page:
+    """One screen of it: what was done, the figures, notes, the verdict and alarms."""
+    return Page(
+        head=tuple(_head(document, brief=True)),
+        tables=measured_tables(document)[:1],
+        foot=(*_notes(document), verdict_line(document)),
+        alarms=alarms_of(document),
+    )
+
+
+def _head(document: Json, *, brief: bool = False) -> Iterable[str]:
     yield f"{document['model']}: {document['scheme']} for {document['target']}"
-    yield from plan_lines(document)
+    counts, *formula = plan_lines(document)
+    yield counts
+    if not brief:
+        yield from formula
     yield from loss_lines(document)
     kept = document.get("kept", [])
     for entry in kept[:MAX_KEPT_LINES]:
@@ -45,4 +59,8 @@ def _run_lines(document: Json) -> Iterable[str]:
     seconds = document.get("seconds", {})
     if seconds:
         yield f"time: {', '.join(f'{stage} {figures(spent)} s' for stage, spent in seconds.items())}"
-    yield from (f"note: {note}" for note in document.get("notes", []))
+    yield from _notes(document)
+
+
+def _notes(document: Json) -> Iterable[str]:
+    return (f"note: {note}" for note in document.get("notes", []))

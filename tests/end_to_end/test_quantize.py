@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -27,6 +29,8 @@ from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.pipeline.stages import export as export_stage
 from quantkit.report.clients import loading
+from quantkit.report.quantization import brief_page
+from quantkit.report.tables import print_page
 from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.tokenizer import open_text
 
@@ -108,7 +112,24 @@ def test_the_page_for_a_person(tmp_path):
     assert result.returncode == 0, result.stderr
     for words in ("37 of 37 projections (25 of 25 matrices)", "size, MB", "artifact:", "report.md"):
         assert words in result.stdout
-    assert "perplexity" not in result.stdout, "what was not measured is absent"
+    for words in ("perplexity", "formula", "time:"):
+        assert words not in result.stdout, "what was not measured is absent, and details are asked for"
+    more = quantkit("quantize", "demo", "--no-eval", "--force", "-v", "-o", str(tmp_path / "out")).stdout
+    assert "= 37, equal to the count" in more
+    assert "time: " in more
+
+
+def test_what_quantize_shows_fits_one_screen(artifact, monkeypatch):
+    _, document = artifact
+    monkeypatch.setenv("COLUMNS", "80")
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        print_page(brief_page(document))
+    lines = output.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert all(name in output.getvalue() for name in ("perplexity", "KL divergence", "decode", "verdict: "))
+    table = lines[lines.index(next(line for line in lines if line.startswith("metric"))) :]
+    assert not [line for line in table[:16] if len(line) > 80]
 
 
 def test_a_report_is_shown_again(artifact):
