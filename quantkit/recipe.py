@@ -203,6 +203,8 @@ def recipe_schema() -> dict[str, Any]:
 
 def _explain(error: Any, where: str) -> InputError:
     """The refusal that an entry of a pydantic error stands for."""
+    if not error["loc"]:  # of the recipe as a whole
+        return InputError(error["msg"], where=where)
     *parents, key = error["loc"]
     name = ".".join(str(part) for part in _keys_of(error["loc"]))
     if error["type"] == "literal_error" and isinstance(error["input"], str):

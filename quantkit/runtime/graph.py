@@ -82,7 +82,9 @@ def open_model_file(path: Path, *, threads: int | None = None) -> onnxruntime.In
 
 def metadata_of(session: onnxruntime.InferenceSession) -> dict[str, Any]:
     """Metadata that the export wrote into the graph."""
-    return checked_metadata(session.get_modelmeta().custom_metadata_map.get("quantkit", "{}"))
+    with reading("the metadata of the graph", "not text"):
+        entries = session.get_modelmeta().custom_metadata_map
+    return checked_metadata(entries.get("quantkit", "{}"))
 
 
 def checked_metadata(text: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def documents(draw: st.DrawFn, seed: Any) -> Any:
     for _ in range(draw(st.integers(1, 4))):
         places = _places(document)
         if not places:
-            return draw(st.sampled_from([document, *VALUES]))
+            return copy.deepcopy(draw(st.sampled_from([document, *VALUES])))
         *parents, key = draw(st.sampled_from(places))
         holder = document
         for parent in parents:
@@ -107,7 +107,10 @@ def yaml_files(draw: st.DrawFn, seed: bytes) -> bytes:
 
 
 def _yaml_text(document: Any) -> str:
-    return yaml.dump(document, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=False)
+    try:
+        return yaml.dump(document, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=False)
+    except UnicodeEncodeError:  # half of a character, which libyaml does not write
+        return yaml.dump(document, Dumper=yaml.SafeDumper, sort_keys=False, allow_unicode=False)
 
 
 @st.composite
