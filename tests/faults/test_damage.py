@@ -22,6 +22,7 @@ from quantkit.pipeline.package import pack
 from quantkit.pipeline.verify import verify
 from quantkit.private.host.model import open_host
 from quantkit.runtime import manifest
+from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.manifest import require_whole
 
 pytestmark = pytest.mark.once
@@ -228,3 +229,13 @@ def test_a_host_graph_whose_caches_have_no_width(tmp_path):
     onnx.save(graph, folder / "model.onnx")
     with pytest.raises(InputError, match=r"model\.onnx: not the blocks of a split model"):
         open_host(folder, threads=1, check="none")
+
+
+def test_metadata_that_is_no_text_is_one_line(tmp_path):
+    folder = shutil.copytree(CORPUS / "artifact", tmp_path / "artifact")
+    path = folder / "model.onnx"
+    content = path.read_bytes()
+    at = content.rindex(b'"kind"')
+    path.write_bytes(content[: at + 1] + b"\x8f" + content[at + 2 :])
+    with pytest.raises(InputError, match="the metadata of the graph: not text"):
+        open_decoder(folder)
