@@ -39,7 +39,7 @@ from quantkit.evaluation.text import encoded_text, random_text, read_text
 from quantkit.export.traffic import from_metadata
 from quantkit.progress import Progress
 from quantkit.recipe import Measure
-from quantkit.runtime.machine.facts import read_cpu
+from quantkit.runtime.machine.facts import cache_bytes, read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
@@ -257,8 +257,14 @@ def _memory_floor_ms(artifact: OpenArtifact, lengths: tuple[int, int], notes: li
     if traffic is None:
         notes.append("no memory floor: the artifact does not say how many bytes a token reads")
         return None
+    bytes_read, cached = bytes_per_token(session, traffic, lengths), cache_bytes()
+    if cached and bytes_read <= cached:
+        notes.append(
+            f"no memory floor: the {bytes_read / 1e6:.1f} MB that a token reads fit the processor's cache"
+        )
+        return None
     return floor_ms(
-        bytes_read=bytes_per_token(session, traffic, lengths),
+        bytes_read=bytes_read,
         bandwidth_gb_per_s=read_bandwidth_gb_per_s(artifact.threads),
     )
 

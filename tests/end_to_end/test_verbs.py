@@ -11,6 +11,7 @@ from commands import quantkit, refused
 from exporting import build_tiny
 from safetensors.torch import load_file, save_file
 
+from quantkit.evaluation import measure
 from quantkit.evaluation.artifact import open_artifact, stored_recipe
 from quantkit.evaluation.benchmark import benchmark
 from quantkit.model.families import FAMILIES
@@ -100,7 +101,8 @@ def test_bench_times_and_weighs_the_artifact(artifact):
         assert words in page
 
 
-def test_the_memory_floor_stands_where_the_artifact_tells_its_traffic(artifact):
+def test_the_memory_floor_stands_where_the_artifact_tells_its_traffic(artifact, monkeypatch):
+    monkeypatch.setattr(measure, "cache_bytes", lambda: 4 << 20)
     recipe = with_options(stored_recipe(artifact), {"prompt": 8, "decode": 2})
     opened = open_artifact(artifact, recipe)
 
@@ -111,6 +113,10 @@ def test_the_memory_floor_stands_where_the_artifact_tells_its_traffic(artifact):
     made = benchmark(told, progress=Progress(quiet=True))
     assert 6e6 / 1e12 * 1e3 < made.latency.floor_ms_per_token < 6e6 / 1e9 * 1e3  # 1 to 1000 GB/s
     assert made.notes == ()
+    monkeypatch.setattr(measure, "cache_bytes", lambda: 32 << 20)
+    made = benchmark(told, progress=Progress(quiet=True))
+    assert made.latency.floor_ms_per_token is None
+    assert "that a token reads fit the processor's cache" in made.notes[0]
     silent = with_metadata({})
     made = benchmark(silent, progress=Progress(quiet=True))
     assert made.latency.floor_ms_per_token is None

@@ -42,6 +42,7 @@ from quantkit.runtime.machine.checks import (
 )
 from quantkit.runtime.providers.status import ProviderStatus, available_providers
 
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")  # of Linux: a folder for each cache of a core
 CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own limits
 # Other ways to run an exported or comparable model; reported, never needed.
 OTHER_RUNTIMES = ("onnxruntime-genai", "openvino", "ctranslate2", "llama-cpp-python", "executorch")
@@ -236,6 +237,12 @@ def read_hardware(cpu_model: str, root: Path = Path("/")) -> Hardware:
         has_gpu_node=sys.platform != "linux" or any(root.glob("dev/dri/renderD*")),
         has_npu_node=sys.platform != "linux" or any(root.glob("dev/accel/accel*")),
     )
+
+
+def cache_bytes() -> int | None:
+    """Size of the processor's largest cache; None where the system does not tell."""
+    sizes = (path.read_text().strip() for path in CACHES.glob("index*/size"))
+    return max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=None)
 
 
 def read_cpu() -> Cpu:
