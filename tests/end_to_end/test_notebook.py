@@ -1,4 +1,4 @@
-"""The example notebook: every cell runs, and prints what is stored in it but for the digits of measurements."""
+"""The example notebook: each cell runs and prints what is stored in it, but for digits of measurements."""
 
 from __future__ import annotations
 

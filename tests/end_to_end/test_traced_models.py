@@ -18,6 +18,7 @@ from quantkit.evaluation.text import read_text
 from quantkit.export.traced.trace import why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.recipe import Measure
+from quantkit.runtime.machine.facts import cache_bytes
 from quantkit.runtime.tokenizer import open_text
 
 REASON = why_not_trace()
@@ -93,7 +94,8 @@ def test_the_report_has_accuracy_latency_and_memory(made):
         assert timed["prefill_ms"] > 0
         assert timed["decode_ms_per_token"] > 0
     assert latency["reference"]["name"] == "the same graph in float32"
-    assert ("floor_ms_per_token" in latency) == (name == "bloom"), "what was not measured is absent"
+    has_floor = name == "bloom" and cache_bytes() is None  # any processor's cache holds this model
+    assert ("floor_ms_per_token" in latency) == has_floor, "what was not measured is absent"
     for model_memory in (memory["quantized"], memory["reference"]):
         assert memory["empty_process_bytes"] < model_memory["load_peak_bytes"]
         assert memory["empty_process_bytes"] < model_memory["run_peak_bytes"]

@@ -239,10 +239,16 @@ def read_hardware(cpu_model: str, root: Path = Path("/")) -> Hardware:
     )
 
 
-def cache_bytes() -> int | None:
-    """Size of the processor's largest cache; None where the system does not tell."""
-    sizes = (path.read_text().strip() for path in CACHES.glob("index*/size"))
-    return max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=None)
+def cache_bytes(folder: Path = CACHES) -> int | None:
+    """Size of the largest cache of the first core; None where the system does not tell."""
+    sizes = []
+    for path in folder.glob("index*/size"):
+        try:
+            text = path.read_text(encoding="ascii").strip()
+            sizes.append(int(text[:-1]) << {"K": 10, "M": 20}[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes, default=None)
 
 
 def read_cpu() -> Cpu:

@@ -30,9 +30,8 @@ from quantkit.plan.min_dim import FLOAT, Product, ShapeTime
 from quantkit.runtime.graph import open_graph
 from quantkit.runtime.machine.cache import Key, machine_key, read_measured, write_measured
 from quantkit.runtime.machine.disk import temporary_folder
-from quantkit.runtime.machine.facts import read_memory
+from quantkit.runtime.machine.facts import cache_bytes, read_memory
 
-CACHE_INDEX = Path("/sys/devices/system/cpu/cpu0/cache")
 USUAL_CACHE_BYTES = 32 << 20
 SMALLEST_RING_BYTES, LARGEST_RING_BYTES = 128 << 20, 512 << 20
 BUSY_ROWS = 16  # that take about as long to compute as their weights to read
@@ -103,7 +102,9 @@ def num_copies(one_bytes: int, model_bytes: int, *, rows: int = 1) -> int:
     A cache that a virtual machine reports may be a part of the real one, hence the wide margin. Many rows
     take longer to compute than to read, so fewer copies serve them.
     """
-    ring = min(model_bytes, max(4 * last_level_cache_bytes(), SMALLEST_RING_BYTES), LARGEST_RING_BYTES)
+    ring = min(
+        model_bytes, max(4 * (cache_bytes() or USUAL_CACHE_BYTES), SMALLEST_RING_BYTES), LARGEST_RING_BYTES
+    )
     ring = min(ring, read_memory().available_bytes // SHARE_OF_MEMORY) // max(1, rows // BUSY_ROWS)
     return max(-(-ring // one_bytes), MIN_COPIES if one_bytes < SMALL_BYTES else 1)
 
@@ -112,18 +113,6 @@ def _label(product: Product, name: str, rows: int, copies: int) -> str:
     """Key of a time in the cache: everything that it depends on."""
     extra = ("+bias" if product.has_bias else "") + ("+table" if product.reads_table else "")
     return f"{product.in_features} x {product.out_features}{extra}, {name}, {rows} rows, {copies} copies"
-
-
-def last_level_cache_bytes(folder: Path = CACHE_INDEX) -> int:
-    """The largest cache of the first core; a usual size where the system does not tell."""
-    sizes = []
-    for path in folder.glob("index*/size"):
-        try:
-            text = path.read_text(encoding="ascii").strip()
-            sizes.append(int(text[:-1]) << {"K": 10, "M": 20}[text[-1]])
-        except (OSError, ValueError, KeyError, IndexError):
-            continue
-    return max(sizes, default=USUAL_CACHE_BYTES)
 
 
 def _measure_shape(

@@ -373,10 +373,11 @@ def test_this_interpreters_onnxruntime_is_the_one_that_is_installed() -> None:
     assert checks.check_onnxruntime_version(wheels, doctor.imported_onnxruntime()) is None
 
 
-def test_the_largest_cache_is_read_where_the_system_lists_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "CACHES", tmp_path)
-    assert doctor.cache_bytes() is None
-    for index, size in enumerate(("48K", "32K", "2048K", "107520K")):
+def test_the_largest_cache_is_read_where_the_system_lists_it(tmp_path):
+    assert doctor.cache_bytes(tmp_path) is None
+    for index, size in enumerate(("48K", "32K", "2048K", "107520K", "?")):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
-    assert doctor.cache_bytes() == 105 << 20
+    assert doctor.cache_bytes(tmp_path) == 105 << 20
+    (tmp_path / "index4" / "size").write_text("110M\n")
+    assert doctor.cache_bytes(tmp_path) == 110 << 20
