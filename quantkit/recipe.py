@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import InputError, not_one_of
 from quantkit.files import read_text, reading, require_shallow
@@ -22,6 +22,28 @@ from quantkit.plan.formats import AUTO, SCHEMES
 RECIPE_FILE = "recipe.yaml"  # in an artifact
 MAX_BYTES = 1 << 18  # of a recipe
 MAX_THREADS = 1024
+
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)(KB|MB|GB)")
+SHARE = re.compile(r"0?\.\d+")
+UNIT_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def target_bytes(size: str | float, source_bytes: int) -> int:
+    """Bytes of a target size: "120MB", or a share of the source's bytes such as 0.2."""
+    text = str(size)
+    named = SIZE.fullmatch(text)
+    if not (named or SHARE.fullmatch(text)) or not any(digit in "123456789" for digit in text):
+        raise InputError(
+            f"'{text}'",
+            allowed="a size such as 800KB, 120MB or 1.5GB, or a share of the source's bytes such as 0.2",
+        )
+    return int(float(named[1]) * UNIT_BYTES[named[2]] if named else float(text) * source_bytes)
+
+
+def _target_size(size: str | float) -> str | float:
+    target_bytes(size, 0)
+    return size
 
 
 class Section(BaseModel):
@@ -89,7 +111,7 @@ class Static(Section):
 
 
 class Budget(Section):
-    """Largest loss of accuracy. With a limit, formats are searched layer by layer."""
+    """Largest loss of accuracy, and largest size. With a limit, formats are searched layer by layer."""
 
     max_ppl_increase: float | None = Field(
         default=None,
@@ -98,6 +120,10 @@ class Budget(Section):
         description="largest relative increase of perplexity: 0.005 is half a percent",
     )
     max_kl: float | None = Field(default=None, gt=0, description="largest KL divergence in nats per token")
+    target_size: Annotated[str | float, AfterValidator(_target_size)] | None = Field(
+        default=None,
+        description="largest size of graph, weights and companions: 120MB, or 0.2 of the source's bytes",
+    )
     prefer: Literal["size", "speed"] = Field(default="size", description="quantity that the search minimizes")
     evaluations: int = Field(
         default=20, ge=2, description="most configurations that the search exports and measures"
@@ -156,7 +182,10 @@ class Recipe(Section):
     @property
     def searches(self) -> bool:
         """Whether a budget is given, so that formats are searched."""
-        return self.budget.max_ppl_increase is not None or self.budget.max_kl is not None
+        budget = self.budget
+        return any(
+            limit is not None for limit in (budget.max_ppl_increase, budget.max_kl, budget.target_size)
+        )
 
 
 EXAMPLES = "see recipes/ for examples"
@@ -207,6 +236,9 @@ def _explain(error: Any, where: str) -> InputError:
         return InputError(error["msg"], where=where)
     *parents, key = error["loc"]
     name = ".".join(str(part) for part in _keys_of(error["loc"]))
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, InputError):
+        return InputError(f"{name}: {cause.what}", where=where, allowed=cause.allowed)
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         names = QUOTED.findall(error["ctx"]["expected"])
         return not_one_of(error["input"], names, where=where, what=f"{name}: '{error['input']}'")
@@ -265,6 +297,9 @@ def check_recipe(content: Any, *, where: str) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML with all keys, so that it reproduces the run."""
+    """The recipe as YAML with all keys, so that it reproduces the run; a target size only if given."""
+    content = recipe.model_dump()
+    if recipe.budget.target_size is None:
+        del content["budget"]["target_size"]
     # Non-ASCII text is escaped, because YAML reads some Unicode characters as line ends.
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False)
+    return yaml.safe_dump(content, sort_keys=False)

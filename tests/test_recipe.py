@@ -192,7 +192,9 @@ def test_what_is_dumped_reads_back_the_same(tmp_path_factory, recipe):
 
 
 def test_a_dumped_recipe_writes_every_key_out():
-    content = yaml.safe_load(dump_recipe(Recipe(model="demo")))
+    """A target size only where one was asked for."""
+    assert "target_size" not in yaml.safe_load(dump_recipe(Recipe()))["budget"]
+    content = yaml.safe_load(dump_recipe(override(Recipe(model="demo"), {"budget.target_size": 0.2})))
     for section, model in SECTIONS.items():
         part = content
         for key in section:

@@ -67,6 +67,9 @@ def quantize(
     max_kl: Annotated[
         float | None, typer.Option(help="search formats that keep the KL divergence within this, in nats")
     ] = None,
+    target_size: Annotated[
+        str | None, typer.Option(help="search the most accurate formats within 120MB, or 0.2 of the source")
+    ] = None,
     prefer: Annotated[str | None, typer.Option(help="size or speed, for a search  [default: size]")] = None,
     cache: Annotated[
         str | None, typer.Option(help="float32, or int8: keys and values in a quarter of the memory")
@@ -137,6 +140,7 @@ def quantize(
         calibration_length=calibration_length,
         max_ppl_increase=parse_share(max_ppl_increase),
         max_kl=max_kl,
+        target_size=target_size,
         prefer=prefer,
         cache=cache,
         keep_latent=keep_latent or None,

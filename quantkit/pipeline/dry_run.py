@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Unpack
 from quantkit.export.probes import format_name
 from quantkit.pipeline.options import Options, with_options
 from quantkit.pipeline.quantize import Run, recipe_of, resolved_run
-from quantkit.pipeline.stages.export import expected_bytes, write_companions
+from quantkit.pipeline.stages.export import companion_bytes, expected_bytes
 from quantkit.pipeline.stages.export_static import expected_static_bytes
-from quantkit.pipeline.stages.prepare import Prepared
+from quantkit.pipeline.stages.prepare import unprepared
 from quantkit.pipeline.stages.write import export_job
 from quantkit.plan.plan import Count, FormulaCheck, LayerPlan
 from quantkit.plan.targets import TARGETS
@@ -85,14 +84,8 @@ def dry_run(
     decided = decided.model_copy(update={"model": str(model)}) if model else decided
     resolved, folder = resolved_run(decided, settings, Progress(quiet=quiet))
     decided, plan, model_map = resolved.recipe, resolved.plan, resolved.model_map
-    prepared = Prepared(
-        resolved=resolved, model_map=model_map, weights=resolved.weights, plan=plan, formats={}
-    )
-    job = export_job(prepared, decided.layers)
+    job = export_job(unprepared(resolved), decided.layers)
     is_static = TARGETS[decided.target].is_static
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as companions:
-        write_companions(resolved.source, model_map, Path(companions), target_name=decided.target)
-        companion_bytes = sum(path.stat().st_size for path in Path(companions).iterdir())
     chosen = job.formats
     notes = {
         TRACED: resolved.kind == "traced",
@@ -120,7 +113,7 @@ def dry_run(
         kept=kept_projections(plan),
         source_bytes=resolved.weights.source_bytes(),
         model_bytes=(expected_static_bytes if is_static else expected_bytes)(job),
-        companion_bytes=companion_bytes,
+        companion_bytes=companion_bytes(resolved.source, model_map, decided.target),
         notes=(*model_map.notes, *resolved.notes, *_true(notes)),
     )
 

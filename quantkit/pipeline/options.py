@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     calibration_length: int | None
     max_ppl_increase: float | None  # a budget: formats are searched within it
     max_kl: float | None
+    target_size: str | float | None  # "120MB", or 0.2 of the source's bytes: the most accurate that fits
     prefer: str | None  # what a search minimizes: "size" or "speed"
     cache: str | None  # format of keys and values
     keep_latent: bool | None
@@ -66,6 +67,7 @@ def with_options(recipe: Recipe, options: Options) -> Recipe:
             "calibration.length": options.get("calibration_length"),
             "budget.max_ppl_increase": options.get("max_ppl_increase"),
             "budget.max_kl": options.get("max_kl"),
+            "budget.target_size": options.get("target_size"),
             "budget.prefer": options.get("prefer"),
             "cache": options.get("cache"),
             "keep_latent": options.get("keep_latent"),

@@ -22,7 +22,7 @@ from quantkit.pipeline.stages.float_reference import float_twin, measure_written
 from quantkit.pipeline.stages.preflight import require_space
 from quantkit.pipeline.stages.prepare import discard, prepare, resumable
 from quantkit.pipeline.stages.resolve import Resolved, resolve
-from quantkit.pipeline.stages.search import write_within_budget
+from quantkit.pipeline.stages.search import require_target_size, write_within_budget
 from quantkit.pipeline.stages.write import write
 from quantkit.progress import Progress
 from quantkit.recipe import RECIPE_FILE, Recipe, dump_recipe, load_recipe
@@ -159,6 +159,7 @@ def resolved_run(
         output = Path(f"{resolved.source.name.replace('/', '--')}-{resolved.recipe.scheme}")
         check_output(output, recipe, settings)
     require_space(resolved, output)
+    require_target_size(resolved)
     return resolved, output
 
 

@@ -1,4 +1,4 @@
-"""Lagrangian search over formats: the smallest or fastest model that holds an accuracy budget.
+"""Lagrangian search over formats: the cheapest model within a loss, or the most accurate within a size.
 
 Losses of packs are taken to add up, which holds while they are small. For a given lambda (cost saved for each
 nat lost) each pack then picks its format independently, and raising lambda from nothing gives one line of
@@ -62,6 +62,7 @@ class SearchResult:
 
     max_ppl_increase: float | None = None
     max_kl: float | None = None
+    max_bytes: int | None = None  # of graph, weights and companions
     prefer: str
     units: tuple[PackOptions, ...]  # the table of losses and costs, under this key in report.json
     candidates: tuple[Candidate, ...]  # all configurations that were exported and measured
@@ -75,10 +76,15 @@ Choices = Mapping[str, str]  # pack -> format name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Limits of the loss; None where there is no limit."""
+    """Limits of loss and size; None where there is no limit."""
 
     max_ppl_increase: float | None = None
     max_kl: float | None = None
+    max_bytes: int | None = None
+
+    @property
+    def limits_loss(self) -> bool:
+        return self.max_ppl_increase is not None or self.max_kl is not None
 
     def holds(self, loss: Loss, *, tightened: float = 1.0) -> bool:
         """Whether a loss is within this part of the budget."""
@@ -129,6 +135,38 @@ def line_of(packs: Sequence[PackOptions]) -> tuple[dict[str, str], ...]:
     return tuple(line)
 
 
+def most_accurate_within(packs: Sequence[PackOptions], max_bytes: float) -> dict[str, str] | None:
+    """The first configuration of the line that fits, with the bytes that its last step left over spent again.
+
+    One step of the line may save far more than was needed, such as that of lm_head. Packs that still fit in a
+    more accurate format get it, those first that gain most for each byte.
+    """
+    fitting = (choices for choices in line_of(packs) if bytes_of(packs, choices) <= max_bytes)
+    chosen = next(fitting, None)
+    while chosen is not None:
+        now = {pack.name: choice for pack, choice in zip(packs, _chosen(packs, chosen), strict=True)}
+        room = max_bytes - bytes_of(packs, chosen)
+        gains = [
+            (
+                (now[pack.name].loss - option.loss) / max(option.num_bytes - now[pack.name].num_bytes, 1.0),
+                pack,
+                option,
+            )
+            for pack in packs
+            for option in pack.options
+            if option.loss < now[pack.name].loss and option.num_bytes - now[pack.name].num_bytes <= room
+        ]
+        if not gains:
+            break
+        _, pack, option = max(gains, key=lambda gain: gain[0])
+        chosen[pack.name] = option.format
+    return chosen
+
+
+def bytes_of(packs: Sequence[PackOptions], choices: Choices) -> float:
+    return sum(choice.num_bytes for choice in _chosen(packs, choices))
+
+
 def cost_of(packs: Sequence[PackOptions], choices: Choices) -> float:
     return sum(choice.cost for choice in _chosen(packs, choices))
 
@@ -164,7 +202,7 @@ class Search:
                 label=label,
                 choices=key,
                 cost=cost_of(self.packs, choices),
-                num_bytes=sum(choice.num_bytes for choice in chosen),
+                num_bytes=bytes_of(self.packs, choices),
                 microseconds=sum(times) if len(times) == len(chosen) else None,
                 predicted_kl=predicted_loss(self.packs, choices),
                 loss=self.evaluate(choices),

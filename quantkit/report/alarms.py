@@ -46,12 +46,17 @@ def _budget_alarms(document: Json) -> Iterable[str]:
         return
     if not search["holds"]:
         verdict = search["verdicts"][-1]
+        which = (
+            "the most accurate configuration of the target size"
+            if "max_bytes" in search
+            else "the best configuration of the search"
+        )
         yield (
             f"BUDGET MISSED: perplexity {verdict['ppl_increase']:+.2%}, KL divergence "
-            f"{verdict['kl_divergence']:.3g} on held-out text; this is the best configuration of the search"
+            f"{verdict['kl_divergence']:.3g} on held-out text; this is {which}"
         )
     elif not document["projections"]["quantized"]:
-        yield "NOTHING QUANTIZED: only the float model holds this budget"
+        yield "NOTHING QUANTIZED: the float model is the answer to this budget"
 
 
 def _latency_alarms(document: Json) -> Iterable[str]:

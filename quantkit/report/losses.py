@@ -33,8 +33,7 @@ def loss_lines(document: Json) -> Iterable[str]:
         yield f"smoothing: {count} of {len(smoothing)} spaces{share}"
     search = document.get("search")
     if search:
-        held = "held" if search["holds"] else "NOT held"
-        yield f"budget: {budget_limits(search)}, {held}; {_choice(search)}"
+        yield f"budget: {budget_line(search)}; {_choice(search)}"
 
 
 def loss_tables(document: Json) -> Iterable[Table]:
@@ -83,7 +82,14 @@ def _fallback(losses: Iterable[Json]) -> str:
     return f"; {count} rounded to nearest, where the fit loses more on held-out tokens" if count else ""
 
 
-def budget_limits(search: Json) -> str:
+def budget_line(search: Json) -> str:
+    """Every limit, and whether it is held."""
+    size = f"size within {megabytes(search['max_bytes'])} MB, held" if "max_bytes" in search else ""
+    loss = _loss_limits(search)
+    return "; ".join(filter(None, (loss and f"{loss}, {'held' if search['holds'] else 'NOT held'}", size)))
+
+
+def _loss_limits(search: Json) -> str:
     limits = []
     if search.get("max_ppl_increase") is not None:
         limits.append(f"perplexity within {search['max_ppl_increase']:+.2%}")

@@ -20,7 +20,7 @@ from quantkit.report.comparison import METRICS, Comparison, comparison_page, sho
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.inspection import plan_lines
 from quantkit.report.layer_map import LayerMap, layer_map, layer_table
-from quantkit.report.losses import budget_limits, loss_lines, loss_tables
+from quantkit.report.losses import budget_line, loss_lines, loss_tables
 from quantkit.report.measurements import machine_line, measured_tables, protocol_lines
 from quantkit.report.pictures import Bars, Point, Scatter, bars_of, scatter
 from quantkit.report.tables import Json, Table
@@ -181,7 +181,7 @@ def _summary(document: Json) -> Iterable[str]:
         yield f"mean cosine {similarity['mean_cosine']:.5f}"
     search = document.get("search")
     if search:
-        yield f"budget ({budget_limits(search)}) {'held' if search['holds'] else 'not held'}"
+        yield f"budget: {budget_line(search)}"
 
 
 def _speeds(document: Json) -> Iterable[tuple[str, float]]:

@@ -165,6 +165,42 @@ def test_a_budget_that_cannot_be_held_ends_with_the_best_there_is_and_exit_code_
     }, "what the user left in float, no search takes away"
 
 
+def files_of(folder):
+    """Bytes of graph, weights, tokenizer and configs on disk."""
+    documents = {"README.md", "manifest.json", "recipe.yaml", "report.html", "report.json", "report.md"}
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name not in documents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["4.5MB", "0.8"])
+def test_a_target_size_is_met_and_used(size, cache, tmp_path):
+    out = tmp_path / "out"
+    ran = quantkit(
+        "quantize", "demo", "--target-size", size, "--fit", "output", *FEW, *SHORT, "--no-eval", "-o", out,
+        cache=cache,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads((out / "report.json").read_text())
+    most = 4.5e6 if size == "4.5MB" else 0.8 * report["size"]["source_bytes"]
+    assert 0.97 * most < files_of(out) <= most
+    assert "held" in ran.stdout
+    recipe = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert "target_size" not in recipe["budget"], "the recipe holds what was found"
+    assert len(recipe["layers"]) == 37
+
+
+@pytest.mark.slow
+def test_a_size_that_misses_the_accuracy_beside_it_says_so(cache, tmp_path):
+    out = tmp_path / "out"
+    ran = quantkit(
+        "quantize", "demo", "--target-size", "4MB", "--max-kl", "1e-6", "--fit", "output", *FEW, *SHORT,
+        "--no-eval", "-o", out, cache=cache,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "KL divergence within 1e-06, NOT held; size within 4.00 MB, held" in ran.stdout
+    assert files_of(out) <= 4e6
+
+
 @pytest.mark.slow
 def test_a_budget_that_only_floats_hold_says_so(cache, tmp_path):
     out = tmp_path / "out"
@@ -257,6 +293,8 @@ def test_wrong_input_is_one_line(cache, tmp_path):
     assert "PATTERN=SCHEME" in refused(cache, *plain, "--layer", "ffn_down")
     assert "int8_block32" in refused(cache, *plain, "--layer", "ffn_down=int9")
     assert "matches no projection" in refused(cache, *plain, "--layer", "mlp.down=float")
+    for size in ("4MiB", "50", "-0.2", "1.0", "0MB", "4.5 MB", "nan"):
+        assert "120MB" in refused(cache, *plain, f"--target-size={size}")
     assert "0.5%" in refused(cache, *plain, "--max-ppl-increase", "half")
     assert "gptq" in refused(cache, *plain, "--fit", "best")
     assert "untie" in refused(cache, *plain, "--transform", "hadamard")

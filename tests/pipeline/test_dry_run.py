@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from exporting import build_tiny, export
@@ -92,6 +93,8 @@ def test_a_head_as_wide_as_smollm2s_has_no_padding(tmp_path):
         ({"exclude": ["no_such_role"]}, "no_such_role"),
         ({"min_dim": 100_000}, "no projection"),
         ({"target": "npu", "cache": "int8"}, "cache"),
+        ({"target_size": "4MB", "prefer": "speed"}, "contradict"),
+        ({"target_size": "4MB", "target": "npu"}, "nothing to search"),
         ({"target": "npu", "layers": {"ffn_down": "int8_static8"}}, "one scheme"),
     ],
 )
@@ -103,6 +106,17 @@ def test_a_dry_run_refuses_what_a_run_refuses(options, fault, tmp_path):
         quantkit.quantize("demo", output=tmp_path / "out", **options)
     assert str(refused.value) == str(refused_too.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_target_size_below_the_smallest_formats_is_refused_with_what_is_possible(tmp_path):
+    """The size that the refusal names is possible, and one step less is not."""
+    with pytest.raises(InputError) as refused:
+        quantkit.dry_run("demo", output=tmp_path / "out", target_size="100KB")
+    possible = re.search(r"allowed: ([\d.]+)MB or more", str(refused.value))[1]
+    least = float(possible)
+    quantkit.dry_run("demo", output=tmp_path / "out", target_size=f"{least:.2f}MB")
+    with pytest.raises(InputError):
+        quantkit.dry_run("demo", output=tmp_path / "out", target_size=f"{least - 0.02:.2f}MB")
 
 
 def test_an_output_in_the_way_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,11 @@ from quantkit.quantization.search import (
     Loss,
     PackOptions,
     Search,
+    bytes_of,
     cost_of,
     hull_of,
     line_of,
+    most_accurate_within,
     predicted_loss,
     uniform,
 )
@@ -83,6 +86,44 @@ def test_bisection_ends_at_the_cheapest_of_the_line_that_holds(units, limit):
     best = search.best()
     assert (best.cost if best else None) == (min(holding) if holding else None)
     assert len(search.tried) <= 5, "bisection of at most nine steps"
+
+
+@fast
+@given(units=UNITS, share=st.floats(0, 1.2))
+def test_within_a_size_no_pack_can_be_improved_and_the_line_is_beaten_or_met(units, share):
+    units = tuple(
+        replace(unit, options=tuple(replace(each, num_bytes=each.cost) for each in unit.options))
+        for unit in units
+    )
+    sizes = [cost for _, cost in everything(units)]
+    limit = min(sizes) + share * (max(sizes) - min(sizes))
+    chosen = most_accurate_within(units, limit)
+    assert bytes_of(units, chosen) <= limit
+    on_line = [predicted_loss(units, each) for each in line_of(units) if bytes_of(units, each) <= limit]
+    assert predicted_loss(units, chosen) <= min(on_line)
+    for unit in units:
+        options = {each.format: each for each in unit.options}
+        now = options.pop(chosen[unit.name])
+        others = bytes_of(units, chosen) - now.num_bytes
+        assert not any(
+            each.loss < now.loss and others + each.num_bytes <= limit for each in options.values()
+        ), "bytes are left for a more accurate format"
+    assert most_accurate_within(units, min(sizes) - 1) is None
+
+
+def test_a_large_step_of_the_line_leaves_no_bytes_unused():
+    """A head that is too large in floats; its step leaves 70 bytes, and the body takes 40 of them."""
+
+    def pack(name, *options):
+        choices = [Choice(format=f, loss=loss, cost=size, num_bytes=size) for f, loss, size in options]
+        return PackOptions(name=name, layers=(name,), options=tuple(choices))
+
+    packs = [
+        pack("body", ("float", 0, 60), ("int8", 0.1, 20)),
+        pack("head", ("float", 0, 100), ("int8", 1, 10)),
+    ]
+    assert line_of(packs)[1] == {"body": "int8", "head": "float"}
+    assert most_accurate_within(packs, 100) == {"body": "float", "head": "int8"}
 
 
 def test_a_hull_leaves_out_what_no_price_asks_for():

@@ -220,6 +220,13 @@ def expected_bytes(job: ExportJob) -> int:
         return int(graph.ByteSize()) + (checkpoint.path.stat().st_size if keeps_outside else 0)
 
 
+def companion_bytes(source: Source, model_map: ModelMap, target_name: str) -> int:
+    """Bytes of tokenizer and configs."""
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+        write_companions(source, model_map, Path(folder), target_name=target_name)
+        return sum(path.stat().st_size for path in Path(folder).iterdir())
+
+
 @contextmanager
 def reserved(job: ExportJob, contents: Contents) -> Iterator[Checkpoint]:
     """A checkpoint of zeros that takes no space, from which a graph is emitted to be counted."""

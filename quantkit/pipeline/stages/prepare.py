@@ -73,13 +73,7 @@ class Prepared:
 def prepare(resolved: Resolved) -> Prepared:
     """Apply the transforms, then collect the statistics that rounding needs."""
     recipe = resolved.recipe
-    prepared = Prepared(
-        resolved=resolved,
-        model_map=resolved.model_map,
-        weights=resolved.weights,
-        plan=resolved.plan,
-        formats=projection_formats(resolved.model_map, recipe.scheme, recipe.target, recipe.layers),
-    )
+    prepared = unprepared(resolved)
     for number, name in enumerate(recipe.transforms):
         prepared = _transform(prepared, name, TRANSFORMS[name], number)
     if prepared.model_map is not resolved.model_map:  # a transform may untie the head
@@ -100,6 +94,18 @@ def prepare(resolved: Resolved) -> Prepared:
         key=file.key,
     )
     return _with_output_gradients(prepared)
+
+
+def unprepared(resolved: Resolved) -> Prepared:
+    """The model before its transforms, without statistics."""
+    recipe = resolved.recipe
+    return Prepared(
+        resolved=resolved,
+        model_map=resolved.model_map,
+        weights=resolved.weights,
+        plan=resolved.plan,
+        formats=projection_formats(resolved.model_map, recipe.scheme, recipe.target, recipe.layers),
+    )
 
 
 def discard(prepared: Prepared) -> None:

@@ -180,9 +180,15 @@ def require_possible(recipe: Recipe, model_map: ModelMap, kind: str) -> None:
         )
     if recipe.searches and (kind != "decoder" or recipe.random_weights):
         raise InputError(
-            "a budget of perplexity or KL divergence needs a decoder with real weights",
+            "a budget of perplexity, KL divergence or size needs a decoder with real weights",
             where=recipe.model or "",
             next_step="leave the budget out, and look at the similarity that the report gives",
+        )
+    if recipe.budget.target_size is not None and recipe.budget.prefer == "speed":
+        raise InputError(
+            "a target size and a preference for speed contradict each other",
+            where="--target-size",
+            next_step="leave --prefer out",
         )
 
 

@@ -1,14 +1,18 @@
-"""Search within an accuracy budget: formats are chosen pack by pack, each candidate is exported and measured.
+"""Search within a budget: formats are chosen pack by pack, each candidate is exported and measured.
 
 The table of sensitivities orders the candidates. A candidate is judged by its exported file in the real
 runtime, on calibration windows that no statistic and no sensitivity came from. The verdict on the chosen
 model uses the text of the final measurement, which the search never reads; if it fails, the search continues
 with less of the budget, until a model holds it or no more may be measured.
+
+Within a target size the candidates are the most accurate configuration by the table and the largest single
+format; the more accurate of the two is written. A limit of loss beside it is judged on that model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,19 +31,31 @@ from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.reference import reference_logits
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.stages.calibration_text import Tokens, calibration_windows, held_back
-from quantkit.pipeline.stages.export import kind_of
+from quantkit.pipeline.stages.export import companion_bytes, expected_bytes, kind_of
 from quantkit.pipeline.stages.min_dim import pack_times
-from quantkit.pipeline.stages.prepare import Prepared, discard, prepare
+from quantkit.pipeline.stages.prepare import Prepared, discard, prepare, unprepared
 from quantkit.pipeline.stages.resolve import Resolved, resolve
 from quantkit.pipeline.stages.write import Written, export, export_job, write
 from quantkit.plan.formats import AUTO, FLOAT, in_blocks
 from quantkit.plan.plan import Plan
 from quantkit.progress import Progress
 from quantkit.quantization.layout import Pack, contents_of
-from quantkit.quantization.search import Budget, Candidate, Loss, PackOptions, Search, SearchResult, uniform
+from quantkit.quantization.search import (
+    Budget,
+    Candidate,
+    Choice,
+    Loss,
+    PackOptions,
+    Search,
+    SearchResult,
+    bytes_of,
+    line_of,
+    most_accurate_within,
+    uniform,
+)
 from quantkit.quantization.sensitivity import format_named, measure_sensitivity
 from quantkit.recipe import Budget as RecipeBudget
-from quantkit.recipe import Recipe, override
+from quantkit.recipe import Recipe, override, target_bytes
 from quantkit.runtime.machine.cache import cache_folder
 
 SEARCHED = ("int8_block32", "int8_block128", "int4_block32", "int4_block64", "int4_block128")
@@ -51,19 +67,27 @@ Times = Callable[[Pack, str], float]  # pack, format name -> microseconds a toke
 
 
 def write_within_budget(prepared: Prepared, folder: Path, *, keeps_checkpoint: bool) -> Written:
-    """Write the cheapest model that holds the budget on text that the search never read."""
+    """Write the cheapest model that holds the budget on text that the search never read.
+
+    With a target size, write the most accurate model that fits.
+    """
     resolved = prepared.resolved
     trials = folder / ".trials"
     search = start_search(prepared, trials)
     budget, tightened, verdicts = search.table.budget, 1.0, list[Loss]()
+    accuracy = None
     while True:
         candidate = search.propose(tightened=tightened)
         layers = {**resolved.recipe.layers, **search.formats_of(candidate)}
         written = write(prepared, folder, layers, keeps_checkpoint=keeps_checkpoint)
+        if search.exceeds(written):
+            continue
+        if not budget.limits_loss:
+            break
         accuracy = _verdict(written, folder)
         verdicts.append(loss_of(accuracy))
         share, promised = budget.share(verdicts[-1]), budget.share(candidate.loss)
-        is_last = promised > tightened or search.left <= len(verdicts)
+        is_last = budget.max_bytes is not None or promised > tightened or search.left <= len(verdicts)
         if share <= 1 or is_last:
             break
         tightened = min(tightened, promised) / share * MARGIN
@@ -97,10 +121,14 @@ class RunningSearch:
     prepared: Prepared
     table: Search
     left_out: int  # windows of the calibration text that it measures on
+    num_beside: float = 0.0  # bytes of the artifact beside the searched packs
 
     def propose(self, *, tightened: float = 1.0) -> Candidate:
         """The cheapest candidate within this part of the budget, or the most accurate one."""
         resolved = self.prepared.resolved
+        if self.table.budget.max_bytes is not None:
+            with resolved.progress.stage("search"):
+                return self._largest(self.table.budget.max_bytes)
         with resolved.progress.stage("search", total=self.table.limit, unit="configurations") as count:
             before = len(self.table.tried)
             for name in searched_formats(resolved.recipe):
@@ -110,6 +138,39 @@ class RunningSearch:
             self.table.bisect(tightened=tightened)
             count(len(self.table.tried) - before)
         return self.table.best(tightened=tightened) or self.table.most_accurate()
+
+    def _largest(self, max_bytes: int) -> Candidate:
+        """The most accurate candidate whose files fit."""
+        packs = self.table.packs
+        choices = most_accurate_within(packs, max_bytes - self.num_beside) or line_of(packs)[-1]
+        while (excess := self.expected_bytes(choices) - max_bytes) > 0 and choices != line_of(packs)[-1]:
+            self.num_beside += excess
+            choices = most_accurate_within(packs, max_bytes - self.num_beside) or line_of(packs)[-1]
+        candidates = [self.table.measure(choices, "the target size")]
+        uniforms = {name: uniform(packs, name) for name in searched_formats(self.prepared.resolved.recipe)}
+        fitting = {
+            name: bytes_of(packs, chosen)
+            for name, chosen in uniforms.items()
+            if chosen and bytes_of(packs, chosen) <= max_bytes - self.num_beside
+        }
+        if fitting:
+            name = max(fitting, key=lambda name: fitting[name])
+            candidates.append(self.table.measure(uniforms[name] or {}, f"all {name}"))
+        return min(filter(None, candidates), key=lambda candidate: candidate.loss.kl_divergence)
+
+    def expected_bytes(self, choices: Mapping[str, str]) -> int:
+        """Bytes of the artifact of a configuration: graph, weights and companions."""
+        return artifact_bytes(self.prepared, self.table.packs, choices)
+
+    def exceeds(self, written: Written) -> bool:
+        """Whether the files are larger than the target size; the next proposal is smaller by the excess."""
+        resolved, max_bytes = self.prepared.resolved, self.table.budget.max_bytes
+        if max_bytes is None:
+            return False
+        beside = companion_bytes(resolved.source, resolved.model_map, resolved.recipe.target)
+        excess = written.exported.num_bytes + beside - max_bytes
+        self.num_beside += max(excess, 0)
+        return excess > 0
 
     @property
     def left(self) -> int:
@@ -125,12 +186,13 @@ class RunningSearch:
         return SearchResult(
             max_ppl_increase=self.table.budget.max_ppl_increase,
             max_kl=self.table.budget.max_kl,
+            max_bytes=self.table.budget.max_bytes,
             prefer=self.prepared.resolved.recipe.budget.prefer,
             units=tuple(self.table.packs),
             candidates=tuple(self.table.tried.values()),
             chosen=candidate,
             verdicts=tuple(verdicts),
-            holds=self.table.budget.holds(verdicts[-1]) if verdicts else False,
+            holds=self.table.budget.holds(verdicts[-1]) if verdicts else not self.table.budget.limits_loss,
         )
 
 
@@ -161,9 +223,61 @@ def start_search(prepared: Prepared, folder: Path) -> RunningSearch:
         shutil.rmtree(trial, ignore_errors=True)
         return loss
 
-    limits = Budget(max_ppl_increase=recipe.budget.max_ppl_increase, max_kl=recipe.budget.max_kl)
+    limits = Budget(
+        max_ppl_increase=recipe.budget.max_ppl_increase,
+        max_kl=recipe.budget.max_kl,
+        max_bytes=max_bytes_of(resolved),
+    )
     table = Search(packs=priced, evaluate=evaluate, budget=limits, limit=recipe.budget.evaluations, tried={})
-    return RunningSearch(prepared=prepared, table=table, left_out=left_out)
+    smallest = line_of(priced)[-1]
+    beside = (
+        artifact_bytes(prepared, priced, smallest) - bytes_of(priced, smallest) if limits.max_bytes else 0.0
+    )
+    return RunningSearch(prepared=prepared, table=table, left_out=left_out, num_beside=beside)
+
+
+def max_bytes_of(resolved: Resolved) -> int | None:
+    """The target size in bytes."""
+    size = resolved.recipe.budget.target_size
+    return None if size is None else target_bytes(size, resolved.weights.source_bytes())
+
+
+def artifact_bytes(prepared: Prepared, packs: Sequence[PackOptions], choices: Mapping[str, str]) -> int:
+    """Bytes of graph, weights and companions of a configuration."""
+    resolved = prepared.resolved
+    layers = {layer: choices[pack.name] for pack in packs for layer in pack.layers}
+    beside = companion_bytes(resolved.source, resolved.model_map, resolved.recipe.target)
+    return expected_bytes(export_job(prepared, {**resolved.recipe.layers, **layers})) + beside
+
+
+def smallest_bytes(prepared: Prepared) -> int:
+    """Bytes of the artifact with every pack in its smallest format."""
+    names = searched_formats(prepared.resolved.recipe)
+    packs = tuple(
+        PackOptions(
+            name=pack.name,
+            layers=tuple(layer.name for layer in pack.layers),
+            options=tuple(Choice(format=name, loss=0.0, cost=pack_bytes(pack, name)) for name in names),
+        )
+        for pack in searched_packs(prepared.model_map, prepared.plan)
+    )
+    return artifact_bytes(prepared, packs, line_of(packs)[-1])
+
+
+def require_target_size(resolved: Resolved) -> None:
+    """Refuse a target size that the smallest formats exceed."""
+    max_bytes = max_bytes_of(resolved)
+    if max_bytes is None:
+        return
+    smallest = smallest_bytes(unprepared(resolved))
+    if smallest > max_bytes:
+        raise InputError(
+            f"{max_bytes / 1e6:,.2f} MB; the smallest formats take {smallest / 1e6:,.2f} MB, "
+            "graph, tokenizer and configs included",
+            where="--target-size",
+            allowed=f"{math.ceil(smallest / 1e4) / 100:.2f}MB or more",
+            next_step="a larger size, or a smaller --min-dim",
+        )
 
 
 def sensitivity(recipe: Recipe, *, resumes: bool = True, quiet: bool = False) -> tuple[Resolved, Sensitivity]:
