@@ -64,6 +64,7 @@ def trace(
 
         model = reference_model(source)
         model.config.use_cache = task.endswith("-with-past")
+        model.config._name_or_path = str(out_dir)  # where optimum looks for a tokenizer: a name means the Hub
         try:
             onnx_export_from_model(
                 model,

@@ -289,6 +289,18 @@ def test_tracing_says_nothing(tmp_path, capfd, recwarn):
 
 
 @needs_optimum
+def test_optimum_asks_nobody_for_a_tokenizer(tmp_path, monkeypatch):
+    """It looks where the config says that the model came from, which may be a name on the Hub."""
+    folders = []
+    search = "optimum.exporters.onnx.convert.maybe_save_preprocessors"
+    monkeypatch.setattr(search, lambda source, folder: folders.append(source))
+    model = build_tiny("BloomForCausalLM", dict(FAMILIES["bloom"].tiny))
+    model.config._name_or_path = "someone/bloom"
+    trace_to(model, tmp_path)
+    assert folders == [str(tmp_path / "float")]
+
+
+@needs_optimum
 def test_what_optimum_cannot_trace_is_refused(tmp_path):
     with pytest.raises(InputError, match="optimum cannot trace NoSuchModel of model type 'no_such'"):
         trace(tmp_path, tmp_path, model_type="no_such", architecture="NoSuchModel")
