@@ -14,6 +14,7 @@ import sys
 from quantkit.cli import inspect  # isort: skip
 from quantkit.cli import quantize  # isort: skip
 from quantkit.cli import generate  # isort: skip
+from quantkit.cli import encode  # isort: skip
 from quantkit.cli import lm_eval  # isort: skip
 from quantkit.cli import report  # isort: skip
 from quantkit.cli import evaluate  # isort: skip
@@ -30,8 +31,8 @@ from quantkit.errors import InputError
 from quantkit.runtime.machine.disk import FULL
 
 __all__ = [
-    "app", "bench", "compare", "doctor", "evaluate", "generate", "inspect", "lm_eval", "main", "package",
-    "protect", "push", "quantize", "report", "serve_host", "verify",
+    "app", "bench", "compare", "doctor", "encode", "evaluate", "generate", "inspect", "lm_eval", "main",
+    "package", "protect", "push", "quantize", "report", "serve_host", "verify",
 ]  # fmt: skip
 
 

@@ -34,11 +34,12 @@ from quantkit.evaluation.measurements import (
 from quantkit.evaluation.memory import floor_ms, run_and_measure
 from quantkit.evaluation.reference import Reference, session_reference
 from quantkit.evaluation.samples import Samples, take_samples
-from quantkit.evaluation.similarity import measure_similarity
-from quantkit.evaluation.text import encoded_text, random_text, read_text
+from quantkit.evaluation.similarity import measure_similarity, windows_of
+from quantkit.evaluation.text import embedded_rows, encoded_text, random_text, read_text
 from quantkit.export.traffic import from_metadata
 from quantkit.progress import Progress
 from quantkit.recipe import Measure
+from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.machine.facts import cache_bytes, read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.session import Session
@@ -179,12 +180,18 @@ def compare(
     context = session.fixed_length or artifact.context
     if not session.generates:
         assert original is not None, "an encoder has no perplexity of its own"
-        with progress.stage("accuracy", total=len(ids), unit="tokens") as count:
+        encoder = session if isinstance(session, Encoder) and session.pools else None
+        vectors = original.vectors if encoder else None
+        if encoder and vectors and is_meaningful:
+            rows = embedded_rows(measure, encoder, artifact.folder)
+        else:
+            rows = windows_of(ids, min(measure.window or measure.prompt, context, len(ids)), text)
+        with progress.stage("accuracy", total=sum(map(len, rows)), unit="tokens") as count:
             return measure_similarity(
-                reference=original.logits(),
-                quantized=session.logits,
-                token_ids=ids,
-                window=min(measure.window or measure.prompt, context, len(ids)),
+                reference=vectors() if vectors else original.logits(),
+                quantized=encoder.vectors if encoder and vectors else session.logits,
+                rows=rows,
+                are_embeddings=vectors is not None,
                 text=text,
                 is_meaningful=is_meaningful,
                 progress=count,

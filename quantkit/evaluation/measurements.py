@@ -45,7 +45,7 @@ class Accuracy:
 class Similarity:
     """A quantized encoder compared with its reference on the windows of a text."""
 
-    mean_cosine: float  # outputs are pooled by the mean over positions
+    mean_cosine: float  # of sentence embeddings, else of outputs pooled by the mean over positions
     lowest_cosine: float
     relative_rms_error: float  # L2 norm of all errors over that of all reference values
     max_relative_error: float  # largest difference over largest reference value
@@ -54,6 +54,7 @@ class Similarity:
     text: str
     is_meaningful: bool = True
     error_standard_error: float | None = None  # of the RMS error over windows; None for one window
+    nearest_agreement: float | None = None  # share of texts that keep their nearest one; None: no embeddings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from quantkit.evaluation.accuracy import Logits
 from quantkit.evaluation.artifact import open_measured
 from quantkit.evaluation.encoder_decoder import AnswerLogits
 from quantkit.recipe import Recipe
+from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.graph import holds_model
 from quantkit.runtime.manifest import require_whole
 from quantkit.runtime.session import Session
@@ -27,10 +28,13 @@ class Reference:
     logits: Callable[[], Logits]
     answer_logits: Callable[[], AnswerLogits]  # of an encoder-decoder
     reads_and_answers: bool = False
+    vectors: Callable[[], Logits] | None = None  # of a text, where the model pools its states
 
 
 def session_reference(session: Session) -> Reference:
+    encoder = session if isinstance(session, Encoder) and session.pools else None
     return Reference(
+        vectors=(lambda: encoder.vectors) if encoder else None,
         logits=lambda: session.logits,
         answer_logits=lambda: session.answer_logits,
         reads_and_answers=session.reads_and_answers,
@@ -39,9 +43,10 @@ def session_reference(session: Session) -> Reference:
 
 def transformers_reference(source: Source) -> Reference:
     """The original in transformers, in float32."""
-    from quantkit.model.reference import reference_answer_logits, reference_logits
+    from quantkit.model.reference import reference_answer_logits, reference_logits, reference_vectors
 
     return Reference(
+        vectors=(lambda: reference_vectors(source)) if source.sentence else None,
         logits=lambda: reference_logits(source),
         answer_logits=lambda: reference_answer_logits(source),
         reads_and_answers=bool(source.config.get("is_encoder_decoder")),

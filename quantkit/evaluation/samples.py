@@ -12,9 +12,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quantkit.evaluation.similarity import nearest
 from quantkit.files import read_json
+from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.generate import generate
 from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import Text
@@ -23,7 +24,6 @@ NUM_PROMPTS, NUM_TEXTS = 4, 32
 PROMPT_TOKENS, NEW_TOKENS = 16, 32
 LEAST_LETTERS = 40  # of a line that is used
 TEXT_TOKENS = 64  # of a line that an encoder reads
-Doubles = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,14 +106,18 @@ def _vectors(models: Sequence[Session], tokenizer: Text, lines: Sequence[str], f
         *(limit for session in models for limit in (session.fixed_length, session.context) if limit),
     ]
     ids = [np.array([tokenizer.encode(line)[: min(lengths)]], np.int64) for line in lines]
-    outputs = [[session.logits(ids_BT)[0].astype(np.float64) for ids_BT in ids] for session in models]
-    is_classifier = outputs[0][0].ndim == 1
+    pools = all(isinstance(session, Encoder) and session.pools for session in models)
+    runs = [
+        session.vectors if isinstance(session, Encoder) and pools else session.logits for session in models
+    ]
+    outputs = [[run(ids_BT)[0].astype(np.float64) for ids_BT in ids] for run in runs]
+    is_classifier = outputs[0][0].ndim == 1 and not pools
     if is_classifier:
         labels = read_json(folder / "config.json").get("id2label", {})
         answers = [[str(labels.get(str(row.argmax()), row.argmax())) for row in rows] for rows in outputs]
     else:
         answers = [
-            [lines[index] for index in _nearest(np.stack([row.mean(axis=0) for row in rows]))]
+            [lines[index] for index in nearest([row if pools else row.mean(axis=0) for row in rows])]
             for rows in outputs
         ]
     return Samples(
@@ -128,11 +132,3 @@ def _vectors(models: Sequence[Session], tokenizer: Text, lines: Sequence[str], f
             for line, first, second in zip(lines, *answers, strict=True)
         ),
     )
-
-
-def _nearest(vectors_ND: Doubles) -> list[int]:
-    unit_ND = vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True).clip(1e-30)
-    cosine_NN = unit_ND @ unit_ND.T
-    np.fill_diagonal(cosine_NN, -np.inf)
-    nearest: list[int] = cosine_NN.argmax(axis=1).tolist()
-    return nearest

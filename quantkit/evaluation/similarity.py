@@ -6,7 +6,7 @@ their cosine is measured, and the largest error, which a cosine hides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,29 +20,22 @@ def measure_similarity(
     *,
     reference: Logits,
     quantized: Logits,
-    token_ids: Ints,
-    window: int,
+    rows: Sequence[Ints],
     text: str,
+    are_embeddings: bool = False,
     is_meaningful: bool = True,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Similarity:
-    """Compare two encoders on the whole windows of a text.
+    """Compare two encoders on the token ids of several texts.
 
-    Outputs are [1, S, D]; a classifier's are [1, D].
+    Outputs are [1, S, D]; those of a classifier and sentence embeddings are [1, D].
     """
-    num_windows = len(token_ids) // window
-    if num_windows < 1:
-        raise InputError(
-            f"the text has {len(token_ids)} tokens",
-            where=text,
-            allowed=f"{window} tokens or more",
-            next_step="give a longer text",
-        )
+    num_windows = len(rows)
+    embeddings: tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]] = ([], [])
     cosines, squared_values, squared_errors = np.empty((3, num_windows))
     largest_value = largest_error = 0.0
-    for number in range(num_windows):
-        ids = token_ids[None, number * window : (number + 1) * window]
-        expected, actual = (model(ids)[0].astype(np.float64) for model in (reference, quantized))
+    for number, ids in enumerate(rows):
+        expected, actual = (model(ids[None])[0].astype(np.float64) for model in (reference, quantized))
         assert expected.shape == actual.shape, (expected.shape, actual.shape)
         cosines[number] = pooled_cosine(expected, actual)
         error = actual - expected
@@ -50,7 +43,10 @@ def measure_similarity(
         largest_error = max(largest_error, float(np.abs(error).max()))
         squared_values[number] = (expected**2).sum()
         squared_errors[number] = (error**2).sum()
-        progress(window)
+        if are_embeddings:
+            embeddings[0].append(expected)
+            embeddings[1].append(actual)
+        progress(len(ids))
     rms_error, standard_error = relative_rms(squared_errors, squared_values)
     return Similarity(
         mean_cosine=float(cosines.mean()),
@@ -58,11 +54,42 @@ def measure_similarity(
         relative_rms_error=rms_error,
         max_relative_error=largest_error / largest_value if largest_value else 0.0,
         num_windows=num_windows,
-        window=window,
+        window=max(map(len, rows)),
         text=text,
         is_meaningful=is_meaningful,
         error_standard_error=standard_error,
+        nearest_agreement=nearest_agreement(*embeddings) if are_embeddings and num_windows > 2 else None,
     )
+
+
+def windows_of(token_ids: Ints, window: int, text: str) -> list[Ints]:
+    """The whole windows of a text."""
+    if len(token_ids) < window:
+        raise InputError(
+            f"the text has {len(token_ids)} tokens",
+            where=text,
+            allowed=f"{window} tokens or more",
+            next_step="give a longer text",
+        )
+    count = len(token_ids) // window
+    return list(token_ids[: count * window].reshape(count, window))
+
+
+def nearest(vectors: Sequence[NDArray[np.float64]]) -> NDArray[np.int64]:
+    """The index of the nearest other vector by cosine, for each."""
+    vectors_ND = np.stack(vectors)
+    unit_ND = vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True).clip(1e-30)
+    cosine_NN = unit_ND @ unit_ND.T
+    np.fill_diagonal(cosine_NN, -np.inf)
+    indices: NDArray[np.int64] = cosine_NN.argmax(axis=1)
+    return indices
+
+
+def nearest_agreement(
+    expected: Sequence[NDArray[np.float64]], actual: Sequence[NDArray[np.float64]]
+) -> float:
+    """Share of texts whose nearest other text both models name."""
+    return float((nearest(expected) == nearest(actual)).mean())
 
 
 def relative_rms(

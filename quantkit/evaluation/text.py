@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,13 @@ import numpy as np
 from quantkit.evaluation.accuracy import Ints
 from quantkit.quantization.calibration import tokens
 from quantkit.recipe import Measure
+from quantkit.runtime.encoder import Encoder
+from quantkit.runtime.sentence import token_rows
 from quantkit.runtime.tokenizer import open_text
 
 RANDOM_TOKENS = 2048
+TEXT_LINES = (1, 2, 4, 8)  # of the texts whose embeddings are compared, in turn
+MAX_TEXTS = 512
 
 
 def read_text(measure: Measure) -> tuple[str, str]:
@@ -25,6 +30,20 @@ def encoded_text(measure: Measure, folder: Path) -> tuple[Ints, str]:
     """(token ids, name of the text) from the tokenizer in the folder."""
     text, name = read_text(measure)
     return np.array(open_text(folder).encode(text)[: measure.max_tokens], np.int64), name
+
+
+def embedded_rows(measure: Measure, encoder: Encoder, folder: Path) -> list[Ints]:
+    """Token ids of texts for embeddings, of 1 to 8 lines each, up to the recipe's number of tokens."""
+    text, _ = read_text(measure)
+    lines = (line.strip() for line in text.splitlines() if line.strip())
+    texts: list[str] = []
+    for count in itertools.cycle(TEXT_LINES):
+        if not (part := list(itertools.islice(lines, count))) or len(texts) == MAX_TEXTS:
+            break
+        texts.append(" ".join(part))
+    rows = token_rows(encoder, open_text(folder), texts)
+    ends = np.cumsum([len(row) for row in rows])
+    return [np.array(row, np.int64) for row, end in zip(rows, ends, strict=True) if end <= measure.max_tokens]
 
 
 def random_text(measure: Measure, vocab_size: int) -> tuple[Ints, str]:

@@ -53,6 +53,7 @@ from quantkit.model.names import (
     readers,
 )
 from quantkit.model.rope import read_ropes
+from quantkit.model.sentence import require_width
 from quantkit.model.unknown.observe import observe, summary
 from quantkit.model.unknown.probes import norm_kind_of
 from quantkit.model.weights.open import header_notes
@@ -72,8 +73,11 @@ def inspect_source(source: Source) -> ModelMap:
     module = build_on_meta(source)
     with reading(source.name, "its config contradicts itself", next_step="correct config.json"):
         model_map = map_module(module, name=source.name)
+    if source.sentence:
+        require_width(source.sentence, model_map.hidden_size, source.name)
     return replace(
         model_map,
+        sentence=source.sentence,
         notes=(*source.notes, *header_notes(source, module), *model_map.notes),
         used_remote_code=source.uses_remote_code,
     )

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ from quantkit.model.config import (
 )
 from quantkit.model.hub import hub_is_reachable
 from quantkit.model.language_model import has_language_model, language_model
+from quantkit.model.sentence import MODULES_FILE, SentenceModel, read_sentence_model
 from quantkit.model.weights.scales import why_not_read
 
 DEMO_NAME = "demo"
@@ -92,6 +94,8 @@ class Source:
     is_plain: bool = True  # transformers may open the folder as it is
     uses_remote_code: bool = False
     notes: tuple[str, ...] = ()
+    sentence: SentenceModel | None = None  # of a folder of sentence-transformers
+    has_pooler: bool = True  # False: the checkpoint is of a class with a head, whose base has no pooler
 
 
 def open_source(name: str | Path, *, trust_remote_code: bool = False) -> Source:
@@ -105,7 +109,7 @@ def open_source(name: str | Path, *, trust_remote_code: bool = False) -> Source:
         path = path.parent
     if path.is_dir():
         source = Source(name=path.resolve().name, kind="folder", config=_read_config(path), folder=path)
-        return _cleaned(_check_remote_code(source, trust_remote_code))
+        return with_sentence(_cleaned(_check_remote_code(source, trust_remote_code)))
     if (config := known_config(name)) is not None:
         return Source(name=name, kind="known", config=config, folder=None)
     if not HUB_NAME.match(name):
@@ -213,6 +217,19 @@ def _with_answers(source: Source) -> Source:
     note = f"{cls.__name__} predicts no tokens: {with_head} was taken"
     config = {**source.config, "architectures": [with_head]}
     return replace(source, config=config, notes=(*source.notes, note))
+
+
+def with_sentence(source: Source) -> Source:
+    """The source with the pooling in its folder, which reads the states of the class without a head."""
+    sentence = read_sentence_model(source.folder) if source.folder else None
+    if sentence is None:
+        return source
+    cls, base = named_class(source), MODEL_MAPPING_NAMES.get(source.config["model_type"])
+    if cls is None or not re.search("For(MaskedLM|PreTraining)$", cls.__name__):
+        return replace(source, sentence=sentence)
+    note = f"the head of {cls.__name__} was left out: {MODULES_FILE} names a pooling behind {base}"
+    config = {**source.config, "architectures": [base]}
+    return replace(source, config=config, sentence=sentence, has_pooler=False, notes=(*source.notes, note))
 
 
 def _language_model_of(source: Source) -> Source:
@@ -382,7 +399,9 @@ def without_hub_kernels() -> Iterator[None]:
 
 def _make_model(source: Source, config: Any) -> nn.Module:
     if not source.uses_remote_code and (cls := named_class(source)) is not None:
-        return cls._from_config(config)  # type: ignore[no-any-return]
+        takes_pooler = "add_pooling_layer" in signature(cls.__init__).parameters
+        options = {"add_pooling_layer": False} if takes_pooler and not source.has_pooler else {}
+        return cls._from_config(config, **options)  # type: ignore[no-any-return]
     auto_classes: tuple[Any, ...] = (
         transformers.AutoModelForCausalLM,
         transformers.AutoModelForMaskedLM,

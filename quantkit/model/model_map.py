@@ -10,6 +10,8 @@ import dataclasses
 from enum import StrEnum
 from typing import Any
 
+from quantkit.model.sentence import SentenceModel
+
 
 class Role(StrEnum):
     ATTENTION_QUERY = "attention_query"
@@ -281,6 +283,7 @@ class ModelMap:
     position_offset: int = 0  # rows of a position table before the first position
     num_experts: int | None = None  # of a mixture-of-experts FFN
     num_active_experts: int | None = None  # that run for each token
+    sentence: SentenceModel | None = None  # what pools the states of a text
 
     @property
     def context(self) -> int | None:

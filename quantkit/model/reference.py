@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from quantkit.model.families import family_of
 from quantkit.model.load import Source, build_on_meta, make_config, named_class, without_hub_kernels
 from quantkit.model.names import checkpoint_name
+from quantkit.model.sentence import Dense
 from quantkit.model.weights.open import open_tensors
 
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]
@@ -67,6 +68,43 @@ def reference_logits(source: Source) -> Logits:
 def logits_of(model: Any) -> Logits:
     run = _logits_of(model)
     return lambda ids: run(input_ids=ids)
+
+
+def reference_vectors(source: Source) -> Logits:
+    """The reference as a function of the token ids of one text, [1, T], to its sentence embedding, [1, D]."""
+    sentence, states = source.sentence, reference_logits(source)
+    assert sentence is not None
+    tensors = open_tensors(source, build_on_meta(source)) if sentence.dense else None
+
+    def vector(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        states_TD = torch.from_numpy(states(ids)[0]).double()
+        x = torch.cat([POOLED[pooling](states_TD) for pooling in sentence.poolings])
+        for step in sentence.steps:
+            if isinstance(step, Dense):
+                assert tensors is not None
+                parameters = [torch.from_numpy(tensors.read(name)).double() for name in step.tensors]
+                x = getattr(torch.nn, step.activation)()(torch.nn.functional.linear(x, *parameters))
+            else:
+                x = torch.nn.functional.normalize(x, dim=0)
+        values: NDArray[np.float32] = x.float().numpy()[None]
+        return values
+
+    return vector
+
+
+def _mean_by_place(states_TD: torch.Tensor) -> torch.Tensor:
+    places_T = torch.arange(1, len(states_TD) + 1, dtype=states_TD.dtype)
+    return places_T @ states_TD / places_T.sum()
+
+
+POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cls": lambda states_TD: states_TD[0],
+    "max": lambda states_TD: states_TD.amax(0),
+    "mean": lambda states_TD: states_TD.mean(0),
+    "mean_sqrt_len_tokens": lambda states_TD: states_TD.sum(0) / len(states_TD) ** 0.5,
+    "weightedmean": _mean_by_place,
+    "lasttoken": lambda states_TD: states_TD[-1],
+}
 
 
 def reference_answer_logits(source: Source) -> AnswerLogits:

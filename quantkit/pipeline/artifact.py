@@ -28,10 +28,12 @@ from quantkit.recipe import Recipe
 from quantkit.report.document import Report
 from quantkit.report.stored import REPORT_FILE, read_report
 from quantkit.runtime.chat import Message, check_messages, conversation, open_chat_template
+from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.generate import Sampling, generate
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.manifest import require_whole
 from quantkit.runtime.providers.trial import ProviderChoice
+from quantkit.runtime.sentence import token_rows, vectors
 from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import Text, open_text
 
@@ -152,9 +154,12 @@ class Artifact:
         """Logits [B, T, V] of token ids [B, T] or [T]; of an encoder its first output."""
         return self.session.logits(np.atleast_2d(np.asarray(ids, np.int64)))
 
-    def encode(self, texts: str | Sequence[str]) -> NDArray[np.float32]:
-        """Vectors [N, D] of an encoder: mean over tokens of its states, or the logits of a classifier."""
-        if self.session.generates:
+    def encode(self, texts: str | Sequence[str], *, prompt: str | None = None) -> NDArray[np.float32]:
+        """Vectors [N, D]: sentence embeddings, else means of an encoder's states or a classifier's logits.
+
+        `prompt` names a prompt of the model, which is put before each text.
+        """
+        if not isinstance(self.session, Encoder):
             raise InputError(
                 "a decoder gives no vectors of texts",
                 where=str(self.folder),
@@ -162,10 +167,7 @@ class Artifact:
                 next_step="artifact.logits(ids) gives a decoder's logits",
             )
         batch = [texts] if isinstance(texts, str) else list(texts)
-        outputs = [
-            self.session.logits(np.array([self.tokenizer.encode(text)], np.int64))[0] for text in batch
-        ]
-        return np.stack([states.mean(axis=0) if states.ndim > 1 else states for states in outputs])
+        return vectors(self.session, token_rows(self.session, self.tokenizer, batch, prompt))
 
     def evaluate(
         self,

@@ -297,7 +297,10 @@ def contents_of(
         tables=tuple(tables),
         norms=model_map.norms,
         norm_biases=with_bias,
-        loose=tuple((entry.name, entry.shape) for entry in model_map.unmapped),
+        loose=(
+            *((entry.name, entry.shape) for entry in model_map.unmapped),
+            *(model_map.sentence.tensors.items() if model_map.sentence else ()),
+        ),
     )
 
 

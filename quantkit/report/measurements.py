@@ -70,8 +70,13 @@ def protocol_lines(document: Json) -> Iterable[str]:
             f"{protocol['window']}, stride {protocol['stride']}; ± is one standard error{_doubt(accuracy)}"
         )
     if similarity:
+        compared = (
+            f"sentence embeddings of {similarity['num_windows']} texts of up to"
+            if "nearest_agreement" in similarity
+            else f"outputs on {similarity['num_windows']} windows of"
+        )
         yield (
-            f"accuracy: outputs on {similarity['num_windows']} windows of {similarity['window']} tokens of "
+            f"accuracy: {compared} {similarity['window']} tokens of "
             f"{similarity['text']}, compared with the reference's{_doubt(similarity)}"
         )
     if "float_error" in document:
@@ -150,9 +155,13 @@ def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
     if similarity is None:
         return
     label = "" if similarity["is_meaningful"] else " (meaningless: random weights)"
+    nearest = similarity.get("nearest_agreement")
+    outputs = "pooled outputs" if nearest is None else "sentence embeddings"
+    if nearest is not None:
+        yield f"same nearest text{label}", NONE, f"{nearest:.1%}", NONE
     for name, value in (
-        ("mean cosine of pooled outputs", f"{similarity['mean_cosine']:.5f}"),
-        ("lowest cosine of pooled outputs", f"{similarity['lowest_cosine']:.5f}"),
+        (f"mean cosine of {outputs}", f"{similarity['mean_cosine']:.5f}"),
+        (f"lowest cosine of {outputs}", f"{similarity['lowest_cosine']:.5f}"),
         ("relative RMS error of outputs", f"{similarity['relative_rms_error']:.2%}"),
         ("largest output error", f"{similarity['max_relative_error']:.2%}"),
     ):

@@ -28,6 +28,7 @@ from quantkit.runtime.graph import (
 )
 
 ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions
+VECTOR = "sentence_embedding"
 FLOAT_BYTES = 4
 
 
@@ -60,6 +61,21 @@ class Encoder:
 
     def logits(self, ids: Ints) -> Floats:
         return encode(self, ids)[self.outputs[0]]
+
+    @property
+    def pools(self) -> bool:
+        """Whether the graph gives one vector a text."""
+        return VECTOR in self.outputs
+
+    def vectors(self, ids: Ints, mask: Ints | None = None) -> Floats:
+        """Sentence embeddings, [batch, width]; else the mean of the states, or a classifier's logits."""
+        outputs = encode(self, ids, mask)
+        values = outputs.get(VECTOR, outputs[self.outputs[0]])
+        if values.ndim < 3:
+            return values
+        weights_BT1 = (np.ones_like(ids) if mask is None else mask)[..., None].astype(np.float32)
+        mean: Floats = (values * weights_BT1).sum(axis=1) / weights_BT1.sum(axis=1).clip(1)
+        return mean
 
     def answer_logits(self, encoder_ids: Ints, ids: Ints) -> Floats:
         raise AssertionError("no decoder answers behind this encoder")

@@ -25,10 +25,14 @@ class Text:
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
 
-    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the model begins a text with."""
+    def encode(self, text: str, *, adds_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids, with the model's special tokens; of a longer text the first `most`, these included."""
         with reading(TOKENIZER_FILE, "it cannot encode the text"):
-            return list(self.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
+            if most:
+                self.tokenizer.enable_truncation(most)
+            ids = list(self.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
+            self.tokenizer.no_truncation()
+            return ids
 
     def decode(self, ids: list[int]) -> str:
         """The text without special tokens."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.evaluation.similarity import measure_similarity
+from quantkit.evaluation.similarity import measure_similarity, windows_of
 
 pytestmark = pytest.mark.once
 RANDOM = np.random.default_rng(0)
@@ -25,7 +25,7 @@ def changed(ids):
 
 
 def measure(quantized, **changes):
-    options = {"token_ids": IDS, "window": WINDOW, "text": "numbers"} | changes
+    options = {"rows": windows_of(IDS, WINDOW, "numbers"), "text": "numbers"} | changes
     return measure_similarity(reference=original, quantized=quantized, **options)
 
 
@@ -70,7 +70,7 @@ def test_progress_adds_up_and_a_short_text_is_refused():
     measure(original, progress=counted.append)
     assert counted == [WINDOW] * 4
     with pytest.raises(InputError, match="24 tokens or more"):
-        measure(original, window=24)
+        windows_of(IDS, 24, "numbers")
 
 
 def test_one_answer_a_text_is_a_vector_already():
@@ -78,8 +78,7 @@ def test_one_answer_a_text_is_a_vector_already():
     made = measure_similarity(
         reference=lambda ids: TABLE[ids[:, 0]],
         quantized=lambda ids: TABLE[ids[:, 0]] + NOISE[ids[:, 0]],
-        token_ids=IDS,
-        window=WINDOW,
+        rows=windows_of(IDS, WINDOW, "numbers"),
         text="numbers",
     )
     pairs = [(TABLE[token].astype(np.float64), NOISE[token].astype(np.float64)) for token in IDS[:20:WINDOW]]
@@ -88,3 +87,30 @@ def test_one_answer_a_text_is_a_vector_already():
     assert made.lowest_cosine == pytest.approx(min(cosines), rel=1e-6)
     worst = max(float(np.abs(noise).max()) for _, noise in pairs)
     assert made.max_relative_error == pytest.approx(worst / max(np.abs(a).max() for a, _ in pairs), rel=1e-5)
+
+
+def test_embeddings_say_how_many_texts_keep_their_nearest():
+    """Against loops; half of the vectors are turned far enough to lose theirs."""
+    random = np.random.default_rng(3)
+    expected = random.standard_normal((12, 6))
+    actual = expected + np.where(np.arange(12)[:, None] % 2, 2.0, 1e-3) * random.standard_normal((12, 6))
+    measured = measure_similarity(
+        reference=lambda ids: expected[ids[:, 0]],
+        quantized=lambda ids: actual[ids[:, 0]],
+        rows=[np.array([number]) for number in range(12)],
+        are_embeddings=True,
+        text="numbers",
+    )
+
+    def best(vectors, row):
+        others = [other for other in range(12) if other != row]
+        cosines = [
+            vectors[row] @ vectors[i] / np.linalg.norm(vectors[row]) / np.linalg.norm(vectors[i])
+            for i in others
+        ]
+        return others[int(np.argmax(cosines))]
+
+    kept = [best(expected, row) == best(actual, row) for row in range(12)]
+    assert 0 < sum(kept) < 12
+    assert measured.nearest_agreement == sum(kept) / 12
+    assert measure(changed).nearest_agreement is None

@@ -69,6 +69,23 @@ def read_weights(folder: Path, file: Path) -> None:
         tensors.read(name)
 
 
+def read_modules(folder: Path, file: Path) -> None:
+    from quantkit.model.sentence import read_sentence_model
+
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    read_sentence_model(folder)
+
+
+def read_pooling(folder: Path, file: Path) -> None:
+    from quantkit.model.sentence import read_sentence_model
+
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "modules.json").write_bytes(MODULES)
+    file.replace(folder / "1_Pooling" / "config.json")
+    read_sentence_model(folder)
+
+
 def read_tokenizer(folder: Path, file: Path) -> None:
     from quantkit.runtime.tokenizer import open_text
 
@@ -281,9 +298,15 @@ GENERATION = (
 )
 CHAT = b"""{% for message in messages %}{{ message['role'] }}: {{ message.content | trim | tojson }}
 {% endfor %}{% if add_generation_prompt %}{{ eos_token }}assistant: {% endif %}"""
+MODULES = b"""[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+{"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+{"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}]"""
+POOLING = b'{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true, "include_prompt": true}'
 PARSERS: dict[str, Parser] = {
     "recipe": Parser("artifact", "recipe.yaml", mutations.yaml_files, read_recipe),
     "config": Parser("model", "config.json", JSON, read_config),
+    "modules": Parser("model", "modules.json", JSON, read_modules, MODULES),
+    "pooling": Parser("model", "pooling.json", JSON, read_pooling, POOLING),
     "weights": Parser("model", "model.safetensors", TENSORS, read_weights),
     "weights index": Parser("model", "model.safetensors.index.json", JSON, read_weights, _index()),
     "tokenizer": Parser("model", "tokenizer.json", JSON, read_tokenizer),

@@ -15,6 +15,7 @@ from quantkit.export import operators
 from quantkit.export.encoder import HEADS, EncoderWalk, why_not_encoder
 from quantkit.export.fused.operators import MASKED, FusedOperators
 from quantkit.export.graph import CONTRIB, LATER_OPSETS, Graph
+from quantkit.export.sentence import emit_sentence
 from quantkit.model.model_map import Attention, Block, EmbeddingKind, ModelMap
 from quantkit.plan.targets import Target
 from quantkit.quantization.layout import Checkpoint, Contents, Pack, TableEntry
@@ -50,6 +51,9 @@ def emit_encoder(
     else:
         dialect.mask = graph.op("Cast", mask, to=TensorProto.INT32)
     walk.head(walk.blocks(x))
+    if model_map.sentence:
+        width = model_map.hidden_size or 0
+        emit_sentence(graph, model_map.sentence, states="last_hidden_state", mask=mask, width=width)
     return graph.finish(name=model_map.name, target=target, metadata=metadata)
 
 

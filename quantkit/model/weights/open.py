@@ -19,7 +19,7 @@ from torch import nn
 from quantkit.errors import InputError
 from quantkit.files import reading
 from quantkit.model.hub import hub_is_reachable
-from quantkit.model.load import DEMO_NAME, Source, build_on_meta
+from quantkit.model.load import DEMO_NAME, Source, build_on_meta, with_sentence
 from quantkit.model.model_map import ModelMap
 from quantkit.model.names import checkpoint_name, family_of_module, find_prefix
 from quantkit.model.weights.headers import StoredTensor, absent, compare, match, read_headers
@@ -35,7 +35,7 @@ def with_weights(source: Source, *, random_weights: bool) -> Source:
         return source
     folder = source.folder or _fetch(source.name)
     require_readable(source.quantization, folder, source.name)
-    return source if source.folder else dataclasses.replace(source, folder=folder)
+    return source if source.folder else with_sentence(dataclasses.replace(source, folder=folder))
 
 
 def _fetch(name: str) -> Path:
@@ -62,7 +62,8 @@ def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, s
     module = build_on_meta(source)
     if random_weights:
         return RandomTensors(
-            shapes={name: tuple(tensor.shape) for name, tensor in tensors_by_name(module).items()},
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors_by_name(module).items()}
+            | (source.sentence.tensors if source.sentence else {}),
             seed=seed,
             gain_offset=model_map.norm_gain_offset,
             num_values=model_map.num_parameters,
@@ -100,10 +101,32 @@ def open_tensors(source: Source, module: nn.Module) -> CheckpointTensors:
             next_step="copy model.safetensors into it, or pass --random-weights for speed and size only",
         )
     tensors = CheckpointTensors(
-        stored=found.matched, aliases=_aliases(found.expected), computed=found.computed
+        stored={**found.matched, **_dense_tensors(source)},
+        aliases=_aliases(found.expected),
+        computed=found.computed,
     )
     tensors.source_bytes()  # a type that is not read is refused here
     return tensors
+
+
+def _dense_tensors(source: Source) -> dict[str, StoredTensor]:
+    """The projections behind a pooling, each under the name of its folder."""
+    stored: dict[str, StoredTensor] = {}
+    for dense in source.sentence.dense if source.sentence else ():
+        assert source.folder is not None
+        headers = read_headers(source.folder / dense.name)
+        tensors = {f"{dense.name}.{name}": tensor for name, tensor in headers.items()}
+        for name, shape in dense.tensors.items():
+            if name not in tensors or tensors[name].shape != shape:
+                is_shape = list(tensors[name].shape) if name in tensors else "missing"
+                raise InputError(
+                    f"the tensor '{name}' is {is_shape}",
+                    where=str(source.folder / dense.name),
+                    allowed=f"{list(shape)}, as config.json beside it has it",
+                    next_step="copy or download the folder again",
+                )
+        stored |= tensors
+    return stored
 
 
 def require_names(weights: TensorSource, names: Iterable[str], where: str) -> None:

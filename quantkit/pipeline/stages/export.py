@@ -38,6 +38,7 @@ from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap, to_json
 from quantkit.model.weights.open import require_names
 from quantkit.model.weights.tensors import TensorSource
+from quantkit.pipeline.folder import folder_bytes
 from quantkit.plan.formats import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose
@@ -224,7 +225,7 @@ def companion_bytes(source: Source, model_map: ModelMap, target_name: str) -> in
     """Bytes of tokenizer and configs."""
     with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
         write_companions(source, model_map, Path(folder), target_name=target_name)
-        return sum(path.stat().st_size for path in Path(folder).iterdir())
+        return folder_bytes(Path(folder))
 
 
 @contextmanager
@@ -304,6 +305,7 @@ def graph_metadata(job: ExportJob, contents: Contents, kind: str) -> dict[str, A
         "scheme": job.scheme,
         "model": job.model_map.name,
         "kind": kind,
+        **({"sentence": job.model_map.sentence.settings} if job.model_map.sentence else {}),
         **to_metadata(traffic_of(job.model_map, contents)),
     }
 
@@ -371,6 +373,9 @@ def write_companions(
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for path in tokenizer_files(source):
         shutil.copyfile(path, folder / path.name)
+    for name in model_map.sentence.files if model_map.sentence and source.folder else ():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(Path(str(source.folder)) / name, folder / name)
     if not (folder / TOKENIZER_FILE).exists():
         make_fast_tokenizer(source, folder)
     stop_ids = sorted(token for token in read_stop_ids(folder) if token < (model_map.vocab_size or 0))

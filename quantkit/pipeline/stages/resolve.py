@@ -7,7 +7,7 @@ transform that an architecture cannot take, a budget on a model that predicts no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.errors import InputError, not_one_of
@@ -27,7 +27,7 @@ from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import check_patterns, choose
-from quantkit.plan.targets import TARGETS
+from quantkit.plan.targets import TARGETS, Target
 from quantkit.progress import Progress
 from quantkit.quantization.layout import Contents, contents_of
 from quantkit.quantization.transforms import TRANSFORMS
@@ -75,6 +75,7 @@ def resolve(
         model_map = _with_latents(recipe, model_map, source)
     kind = kind_of(model_map, TARGETS[recipe.target])
     require_tokenizer(source, model_map)
+    model_map = with_pooling(model_map, kind, TARGETS[recipe.target])
     recipe = with_defaults(settle_static(recipe, model_map, kind), model_map, kind)
     shape_times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
@@ -112,6 +113,15 @@ def resolve(
         shape_times=shape_times,
         notes=(*notes, *static_notes(recipe, plan)),
     )
+
+
+def with_pooling(model_map: ModelMap, kind: str, target: Target) -> ModelMap:
+    """The map without the pooling of its folder, and with a note, where the graph will not have it."""
+    if model_map.sentence is None or (kind == "encoder" and not target.is_static):
+        return model_map
+    graph = "a graph of fixed shapes" if target.is_static else f"a {kind} graph"
+    note = f"pooling and normalization are left out: {graph} has outputs of tokens alone"
+    return replace(model_map, sentence=None, notes=(*model_map.notes, note))
 
 
 def plan_of(recipe: Recipe, model_map: ModelMap, layers: Mapping[str, str] | None = None) -> Plan:

@@ -175,7 +175,9 @@ def stops() -> list[int]:
 
 
 def summary(outputs: Outputs, count: int) -> dict[str, Any]:
-    """The mean vector of a text's tokens, or another encoder's own outputs."""
+    """A text's embedding, the mean vector of its tokens, or another encoder's own outputs."""
+    if "sentence_embedding" in outputs:
+        return {"vector": outputs["sentence_embedding"][0].tolist()}
     if "last_hidden_state" in outputs:
         return {"vector": outputs["last_hidden_state"][0, :count].mean(axis=0).tolist()}
     return {
@@ -189,13 +191,25 @@ def answer(
     context: int | None,
     generate: Callable[[list[int]], Iterator[int]] | None,
     encode: Callable[[list[int], list[int]], Outputs],
+    sentence: dict[str, Any] | None = None,
 ) -> None:
-    """One text after the other: continued as tokens come, or one line of an encoder's outputs."""
+    """One text after the other: continued as tokens come, or one line of an encoder's outputs.
+
+    A model of sentence embeddings cuts a long text, and puts its prompt before each.
+    """
     tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    prefix, lowercases = "", False
+    if sentence:
+        limits = [limit for limit in (sentence["max_tokens"], context) if limit]
+        if limits:
+            tokenizer.enable_truncation(min(limits))
+        prefix = sentence["prompts"].get(sentence["default_prompt"], "")
+        lowercases = sentence["lowercases"]
     for text in options.texts:
-        encoding, num_new = tokenizer.encode(text), max(1, options.max_new_tokens) if generate else 0
+        read_text = (prefix + text).lower() if lowercases else prefix + text
+        encoding, num_new = tokenizer.encode(read_text), max(1, options.max_new_tokens) if generate else 0
         if not encoding.ids or len(encoding.ids) + num_new > (context or sys.maxsize):
             sys.exit(f"{len(encoding.ids)} tokens and {num_new} new ones; allowed: 1 to {context} together")
         if generate is None:

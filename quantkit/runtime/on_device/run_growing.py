@@ -54,5 +54,5 @@ def encode(ids: list[int], kinds: list[int]) -> device.Outputs:
     return device.run(SESSION, inputs | {"position_ids": np.arange(len(ids))[None]})
 
 
-CONTEXT = json.loads(SESSION.get_modelmeta().custom_metadata_map["quantkit"]).get("max_positions")
-device.answer(OPTIONS, CONTEXT, generate if PASTS else None, encode)
+FACTS = json.loads(SESSION.get_modelmeta().custom_metadata_map["quantkit"])
+device.answer(OPTIONS, FACTS.get("max_positions"), generate if PASTS else None, encode, FACTS.get("sentence"))
