@@ -12,6 +12,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.calibration.passes import collect
 
+pytestmark = pytest.mark.once
 RUN_WHOLE = {
     "albert": "more than once",
     "t5": "does not read the output",

@@ -29,6 +29,7 @@ from quantkit.quantization.transforms.permutation import permute
 from quantkit.quantization.transforms.settings import TransformSettings
 from quantkit.quantization.transforms.spaces import spaces_of
 
+pytestmark = pytest.mark.once
 LARGEST_ERROR = 1e-9
 ON_EVERY_FAMILY = pytest.mark.parametrize(
     ("family", "variant"), [pytest.param(name, index, id=f"{name}-{index}") for name, index in CASES]

@@ -239,6 +239,7 @@ def test_sensitivity_alone(cache):
         assert 0 < losses["int8_block32"] < losses["int4_block32"]
 
 
+@pytest.mark.slow
 def test_an_integer_cache_generates_nearly_the_same(cache, tmp_path):
     for name in ("float32", "int8"):
         ran = quantkit("quantize", "demo", "--cache", name, *SHORT, "-o", tmp_path / name, cache=cache)
@@ -255,6 +256,7 @@ def test_an_integer_cache_generates_nearly_the_same(cache, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_static_ranges_come_from_the_text(cache, tmp_path):
     ids = np.random.default_rng(0).integers(0, 3000, (6, 64))
     np.save(tmp_path / "ids.npy", ids)

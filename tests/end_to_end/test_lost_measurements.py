@@ -84,6 +84,7 @@ def test_the_disk_of_the_output_is_full(small_disk):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_no_room_beside_the_artifact_for_the_float_reference(small_disk):
     """The disk is filled while the reference is written, after its size was found to fit."""
     folder = small_disk("20m")
@@ -109,6 +110,7 @@ def test_the_disk_of_the_cache_is_full(small_disk, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_disk_of_temporary_files_is_full(small_disk, tmp_path):
     folder = small_disk("64k")
     line = refused(quantkit("generate", "demo", "The king", TMPDIR=folder))
@@ -120,9 +122,8 @@ def test_the_disk_of_temporary_files_is_full(small_disk, tmp_path):
     assert done.returncode == bool(failures)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_stopped_run_cleans_up_and_goes_on(number, tmp_path):
     temporary, cache = tmp_path / "temporary", tmp_path / "cache"
     temporary.mkdir()

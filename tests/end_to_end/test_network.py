@@ -94,6 +94,7 @@ def test_a_look_up_is_seen(run):
     assert run("-c", code) == ({"example.com"}, False)
 
 
+@pytest.mark.slow
 def test_no_verb_looks_up_a_host(run, tmp_path):
     artifact = tmp_path / "artifact"
     assert run("-m", "quantkit.cli", "quantize", "demo", "--no-eval", "-o", artifact) == (set(), False)

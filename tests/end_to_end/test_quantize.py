@@ -374,6 +374,7 @@ def test_an_encoder_is_compared_by_its_outputs(tmp_path):
     assert "cosine" in quantkit("report", str(out)).stdout
 
 
+@pytest.mark.slow
 def test_a_traced_model_is_whole_and_says_what_was_not_measured(tmp_path):
     reason = why_not_trace()
     if reason:
@@ -388,6 +389,7 @@ def test_a_traced_model_is_whole_and_says_what_was_not_measured(tmp_path):
     assert {"encoder_model.onnx", "decoder_model.onnx", "weights.safetensors"} <= set(manifest["files"])
 
 
+@pytest.mark.slow
 def test_random_weights_count_a_shared_table_once(tmp_path):
     ran = quantkit(
         "quantize", "gpt2", "--random-weights", "--scheme", "int8_block128", "--no-eval",

@@ -32,7 +32,7 @@ class QuickRecipe(Recipe):
     """A recipe whose defaults measure less: the commands are those of the page."""
 
     measure: Measure = Measure(max_tokens=1000, seconds=1.0)
-    budget: Budget = Budget(evaluations=4)
+    budget: Budget = Budget(evaluations=2)
     fit: Literal["auto", "rtn", "mse", "output", "gptq"] = "rtn"
 
 

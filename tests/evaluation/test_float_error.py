@@ -18,6 +18,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.load import open_source
 from quantkit.pipeline.stages import write
 
+pytestmark = pytest.mark.once
 TRACED = ("bloom", "t5", "quantkit_one_wide")  # each takes seconds
 QUICK = {"accuracy": False, "latency": False, "memory": False, "min_dim": 1, "transforms": []}
 STATIC = {

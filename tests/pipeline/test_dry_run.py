@@ -15,6 +15,7 @@ from quantkit.errors import InputError
 from quantkit.model.families import FAMILIES
 from quantkit.plan.formats import SCHEMES, with_little_padding
 
+pytestmark = pytest.mark.once
 OFF = {
     "accuracy": False,
     "latency": False,

@@ -22,6 +22,7 @@ from quantkit.runtime.encoder import encode, encoder_of
 from quantkit.runtime.ranges import observe_ranges
 from quantkit.runtime.static_decoder import StaticRow, join, open_raw, open_static_session, run_prompt
 
+pytestmark = pytest.mark.once
 DECODERS = ("gpt2", "opt", "llama", "mistral", "qwen3", "gemma3")
 ENCODERS = ("BertModel", "RobertaModel", "DistilBertModel", "AlbertModel")
 SPREADS = (5, 20, 50, 100)
