@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -36,3 +37,21 @@ def test_files_that_a_page_names_exist(page):
 def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [page.name for page in PAGES if f": {page.name}" not in menu] == []
+
+
+def test_figures_of_choosing_a_scheme_are_those_that_were_measured():
+    measured = json.loads((ROOT / "docs" / "benchmarks" / "real.json").read_text(encoding="utf-8"))["models"]
+    decoder, encoder = measured["smollm2-135m-instruct"], measured["all-minilm-l6-v2"]
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    rows = [line for line in lines if re.fullmatch(r"\d+\.\d", line[1] if len(line) == 4 else "")]
+    assert len(rows) == 17
+    for label, *figures in rows:
+        is_decoder = figures[-1].endswith("%")
+        row = (decoder if is_decoder else encoder)[label]
+        prose = row["accuracy"]["prose"]
+        if is_decoder:
+            wanted = [f"{prose['kl_divergence']:.4f}", f"{prose['top1_agreement']:.1%}"]
+        else:
+            wanted = [f"{prose['mean_cosine']:.4f}", f"{prose['lowest_cosine']:.4f}"]
+        assert figures == [f"{row['bytes'] / 1e6:.1f}", *wanted], label

@@ -7,6 +7,7 @@ projections and normalizations of the pooled vector.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ POOLING_KEYS = {  # key of 1_Pooling/config.json -> pooling, in the order in whi
     "pooling_mode_lasttoken": "lasttoken",
 }
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
+FOLDER = re.compile(r"\w[\w.-]{0,99}")  # no path: its files are copied to the same place in the artifact
 NORMALIZE: Literal["normalize"] = "normalize"
 VECTOR = "sentence_embedding"  # the name of the pooled vector between modules
 NEXT_STEP = "correct the file, or remove modules.json: the artifact then has outputs of tokens alone"
@@ -159,8 +161,8 @@ def _read_modules(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             raise _fault(
                 f"the module '{name}'", path, f"those of sentence-transformers: {', '.join(MODULES)}"
             )
-        if folder != Path(folder).name:
-            raise _fault(f"the path '{folder}'", path, "a folder beside modules.json")
+        if folder and not FOLDER.fullmatch(folder):
+            raise _fault(f"the path '{folder[:80]}'", path, "a folder beside modules.json, such as 1_Pooling")
     return tuple(name.rpartition(".")[2] for name in types), paths
 
 

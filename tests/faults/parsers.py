@@ -82,7 +82,7 @@ def read_pooling(folder: Path, file: Path) -> None:
 
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "modules.json").write_bytes(MODULES)
-    file.replace(folder / "1_Pooling" / "config.json")
+    (folder / "1_Pooling" / "config.json").write_bytes(file.read_bytes())
     read_sentence_model(folder)
 
 
