@@ -157,18 +157,17 @@ def measured_row(
     """Accuracy by category; the windows of a category are read as one text without overlap."""
     row = {}
     for category, windows_NT in windows.items():
-        measure = measure_accuracy if model.is_decoder else measure_similarity
-        window = windows_NT.shape[1]
-        row[category] = asdict(
-            measure(
-                reference=reference(category, windows_NT),
-                quantized=quantized(category, windows_NT),
-                token_ids=windows_NT.reshape(-1),
-                window=window,
-                text=category,
-                **({"stride": window} if model.is_decoder else {}),
-            )
-        )
+        models = {
+            "reference": reference(category, windows_NT),
+            "quantized": quantized(category, windows_NT),
+            "text": category,
+        }
+        if model.is_decoder:
+            window = windows_NT.shape[1]
+            ids_T = windows_NT.reshape(-1)
+            row[category] = asdict(measure_accuracy(**models, token_ids=ids_T, window=window, stride=window))
+        else:
+            row[category] = asdict(measure_similarity(**models, rows=list(windows_NT)))
     return row
 
 
@@ -280,9 +279,9 @@ def times_of(cache: Path, name: str, label: str) -> dict[str, float]:
         )
         return answer
     if label == OPTIMUM_ROW:
-        outputs = onnx_outputs(optimum_file(cache, name))
+        outputs = onnx_outputs(optimum_file(cache, name))("", np.empty(0))
         ids_BT = np.arange(1000, 1128)[None]
-        return {"prompt": 1e3 * statistics.median(seconds_of(lambda: outputs("", ids_BT), runs=50))}
+        return {"prompt": 1e3 * statistics.median(seconds_of(lambda: outputs(ids_BT), runs=50))}
     folder = cache / "artifacts" / f"{name}-{label.replace(', ', '-').replace(' ', '_')}"
     latency = load(folder).benchmark(prompt=128, decode=32).latency
     assert latency is not None

@@ -166,7 +166,7 @@ AUTO = "auto"
 # lose. Encoders spend it on whole texts, where the operator for per-channel weights is twice as fast.
 DEFAULT_SCHEMES: dict[str, str] = {
     "decoder": "int8_block32",
-    "encoder": "int8_mixed",
+    "encoder": "int8_token",
     "traced": "int8_block128",
 }
 

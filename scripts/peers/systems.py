@@ -8,7 +8,8 @@ from dataclasses import dataclass
 TORCH = "torch==2.13.0"
 PROJECT = "project"  # the environment that runs the benchmark: quantkit's own
 DEFAULT_SCHEME = "int8_block32"  # of decoders
-DEFAULT_ENCODER_SCHEME = "int8_mixed"
+DEFAULT_ENCODER_SCHEME = "int8_token"
+SCHEMES = ("int8_block32", "int8_block64", "int8_block128", "int8_channel", "int8_mixed", "int8_token")
 CALM_SHARE = 0.1  # of all processors, what other processes may take while one is timed
 
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {  # what pip installs, each into an environment of its own
@@ -73,7 +74,7 @@ SYSTEMS: dict[str, System] = {
             kinds=BOTH,
             is_fresh=True,
         )
-        for scheme in ("int8_block32", "int8_block64", "int8_block128", "int8_channel", "int8_mixed")
+        for scheme in SCHEMES
     },
     "optimum-int8": System(
         label="optimum avx512_vnni dynamic INT8",

@@ -366,7 +366,7 @@ def test_an_encoder_is_compared_by_its_outputs(tmp_path):
     ran = quantkit("quantize", str(folder), "--recipe", str(recipe), "-o", str(out), "--json")
     assert ran.returncode == 0, ran.stderr
     document = json.loads(ran.stdout)
-    assert document["scheme"] == "int8_mixed", "the default of encoders"
+    assert document["scheme"] == "int8_token", "the default of encoders"
     assert document["similarity"]["mean_cosine"] > 0.998
     assert 0 < document["similarity"]["relative_rms_error"] < 0.05
     assert "decode_ms_per_token" not in document["latency"][0]
