@@ -16,13 +16,14 @@ from quantkit.export.walk import Operators, Stream, Walk, norm_at
 from quantkit.model.model_map import EmbeddingKind, ModelMap, NormPlace, PositionKind, Role
 from quantkit.quantization.layout import TableEntry
 
+EMITTED_POSITIONS = {PositionKind.LEARNED, PositionKind.ROPE, PositionKind.NONE}
 OPT_PROJECTIONS = ("project_in", "project_out")  # between the widths of embeddings and blocks
 
 
 def why_not(model_map: ModelMap) -> str | None:
     """Why this model cannot be emitted directly, or None when it can."""
     attentions = [attention for block in model_map.blocks for attention in block.attentions]
-    positions = {attention.position for attention in attentions} - {PositionKind.LEARNED, PositionKind.ROPE}
+    positions = {attention.position for attention in attentions} - EMITTED_POSITIONS
     activations = {block.ffn.activation for block in model_map.blocks if block.ffn}
     strays = [
         layer.name
@@ -94,14 +95,13 @@ class DecoderWalk(Walk):
     def logits(self, stream: Stream) -> tuple[str, int]:
         """(logits, their number for a token): final norm, head and softcap."""
         operators = self.operators
-        norm, x = norm_at(operators.contents, None, NormPlace.FINAL), stream.value
-        if norm:
-            x, _ = operators.norm_stream(norm, stream, keeps_sum=False)
-        elif stream.pending:
-            x = operators.graph.op("Add", x, stream.pending)
+        norm = norm_at(operators.contents, None, NormPlace.FINAL)
+        x = operators.norm_stream(norm, stream, keeps_sum=False)[0] if norm else self.total(stream)
         x = self.optional_projection(OPT_PROJECTIONS[1], x)
         pack = self.pack(Role.LM_HEAD)
         logits = operators.project(pack, x)
+        if self.model_map.logit_scale:
+            logits = operators.scale(logits, self.model_map.logit_scale, "logit_scale")
         if self.model_map.final_softcap:
             logits = operators.softcap(logits, self.model_map.final_softcap, "softcap")
         return logits, pack.out_features

@@ -22,6 +22,7 @@ SMALLEST_PEAK = 1e-20  # a token of zeros stays zeros
 LEAST = {"Relu": 0.0, "Gelu": -0.1701, "FastGelu": -0.1701}  # what an operator gives is this or more
 ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
     Activation.RELU: ("Relu", ""),
+    Activation.RELU_SQUARED: ("Relu", ""),  # and its square
     Activation.GELU: ("Gelu", CONTRIB),
     Activation.GELU_TANH: ("FastGelu", CONTRIB),
     Activation.SILU: ("QuickGelu", CONTRIB),  # x * sigmoid(alpha x), with alpha 1

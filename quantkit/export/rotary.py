@@ -46,6 +46,12 @@ def cosines_and_sines(
     return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
 
 
+def partners(rotary_dim: int, *, is_interleaved: bool) -> NDArray[np.int64]:
+    """The feature that each rotated feature turns together with."""
+    features = np.arange(rotary_dim)
+    return features ^ 1 if is_interleaved else np.roll(features, rotary_dim // 2)
+
+
 def add_tables(graph: Graph, label: str, attention: Attention, num_positions: int) -> tuple[str, str]:
     """Names of the tables of cosines and sines, [positions, rotary_dim / 2] in the type of the graph."""
 

@@ -68,6 +68,12 @@ class Operators(Protocol):
     def attention(self, block: Block, parts: Sequence[str]) -> str:
         """Attention from the projections of query, key and value up to its output projection."""
 
+    def scale(self, x: str, factor: float, name: str) -> str:
+        """A value times a constant."""
+
+    def clip(self, x: str, limit: float) -> str:
+        """A value between -limit and limit."""
+
     def keep_latents(self, block: Block, hidden: str) -> None:
         """Latents of an FFN as an output, where the block keeps them."""
 
@@ -103,10 +109,26 @@ class Walk:
         assert norm is not None, (block, place)
         return norm
 
-    def optional_norm(self, block: Block, place: NormPlace, x: str) -> str:
-        """A norm on a sublayer's output, where the family has one."""
+    def branch(self, block: Block, place: NormPlace, x: str) -> str:
+        """A sublayer's output as it is added to the stream: normed and scaled, where the family does that."""
         norm = norm_at(self.operators.contents, block, place)
-        return self.operators.norm(norm, x) if norm else x
+        x = self.operators.norm(norm, x) if norm else x
+        scale = block.residual_scale
+        return x if scale == 1 else self.operators.scale(x, scale, f"{block.name}/{place}/scaled")
+
+    def total(self, stream: Stream) -> str:
+        """The stream with nothing pending."""
+        return (
+            self.operators.graph.op("Add", stream.value, stream.pending) if stream.pending else stream.value
+        )
+
+    def read(self, block: Block, place: NormPlace, stream: Stream) -> tuple[str, Stream]:
+        """(input of a sublayer, the stream): the norm of the stream; without that norm the stream itself."""
+        norm = norm_at(self.operators.contents, block, place)
+        if norm:
+            return self.operators.norm_stream(norm, stream)
+        total = self.total(stream)
+        return total, Stream(total)
 
     def narrow(self, stream: Stream) -> Stream:
         """The tokens of the stream that logits are computed of."""
@@ -127,19 +149,23 @@ class Walk:
             stream = operators.add(Stream(x), self.ffn(block, x), end)
             x, _ = operators.norm_stream(self.norm(block, NormPlace.AFTER_FFN), stream, keeps_sum=False)
             return Stream(x)
-        normed, stream = operators.norm_stream(self.norm(block, NormPlace.BEFORE_ATTENTION), stream)
+        normed, stream = self.read(block, NormPlace.BEFORE_ATTENTION, stream)
         attended = self.attention(block, normed, drops_rows)
         stream = self.narrow(stream) if drops_rows else stream
+        attended = self.branch(block, NormPlace.AFTER_ATTENTION, attended)
         if block.residual is Residual.PARALLEL:
-            normed = operators.norm(self.norm(block, NormPlace.BEFORE_FFN), stream.value)
-            fed = self.ffn(block, normed)
+            own = norm_at(operators.contents, block, NormPlace.BEFORE_FFN)
+            if own is not None:
+                normed = operators.norm(own, stream.value)
+            elif drops_rows:
+                normed = operators.rows_with_logits(normed)
+            fed = self.branch(block, NormPlace.AFTER_FFN, self.ffn(block, normed))
             return operators.add(operators.add(stream, attended, middle), fed, end)
-        attended = self.optional_norm(block, NormPlace.AFTER_ATTENTION, attended)
         stream = operators.add(stream, attended, middle)
         if block.ffn is None:
             return stream
-        normed, stream = operators.norm_stream(self.norm(block, NormPlace.BEFORE_FFN), stream)
-        fed = self.optional_norm(block, NormPlace.AFTER_FFN, self.ffn(block, normed))
+        normed, stream = self.read(block, NormPlace.BEFORE_FFN, stream)
+        fed = self.branch(block, NormPlace.AFTER_FFN, self.ffn(block, normed))
         return operators.add(stream, fed, end)
 
     def attention(self, block: Block, x: str, drops_rows: bool) -> str:
@@ -149,6 +175,8 @@ class Walk:
             parts = operators.query_key_value(block.attentions[0], pack, x)
         else:
             parts = [self.project(block, role, x) for role in PACKED_ROLES]
+        limit = block.attentions[0].clip
+        parts = [operators.clip(part, limit) for part in parts] if limit else parts
         attended = operators.attention(block, parts)
         attended = operators.rows_with_logits(attended) if drops_rows else attended
         return self.project(block, Role.ATTENTION_OUT, attended)

@@ -14,7 +14,7 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model.config import FULL, SLIDING
-from quantkit.model.families.schema import Family, Norms, Stack, read_fact
+from quantkit.model.families.schema import Family, Stack, read_fact
 from quantkit.model.model_map import (
     Attention,
     Block,
@@ -31,20 +31,21 @@ from quantkit.model.unknown.probes import curve_of
 
 
 def split_rows(
-    roles: tuple[Role, ...], num_out: int, attention: nn.Module, *, interleaves: bool
+    roles: tuple[Role, ...], num_out: int, attention: nn.Module, *, fused_rows: str | int
 ) -> tuple[Rows, ...]:
     """The rows of each logical projection in a fused [out, in] matrix of this module."""
     if len(roles) == 1:
         return (Rows(start=0, length=num_out, stride=num_out),)
-    if interleaves:
-        size = head_dim_of(attention)
-        stride = len(roles) * size
-        count = num_out // stride
-        return tuple(Rows(start=i * size, length=size, stride=stride, count=count) for i in range(len(roles)))
     shares = [_queries_per_key(attention) if role is Role.ATTENTION_QUERY else 1 for role in roles]
-    lengths = [num_out // sum(shares) * share for share in shares]
+    if fused_rows == "by head":
+        fused_rows = num_out // (sum(shares) * head_dim_of(attention))
+    count = 1 if isinstance(fused_rows, str) else fused_rows
+    lengths = [num_out // count // sum(shares) * share for share in shares]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return tuple(Rows(start=s, length=n, stride=n) for s, n in zip(starts, lengths, strict=True))
+    return tuple(
+        Rows(start=start, length=length, stride=sum(lengths) if count > 1 else length, count=count)
+        for start, length in zip(starts, lengths, strict=True)
+    )
 
 
 def head_dim_of(attention: nn.Module) -> int:
@@ -61,7 +62,9 @@ def head_dim_of(attention: nn.Module) -> int:
     return size
 
 
-def _queries_per_key(attention: nn.Module) -> int:
+def _queries_per_key(attention: Any) -> int:
+    if hasattr(attention, "num_kv_heads"):  # Falcon
+        return int(attention.num_heads // attention.num_kv_heads)
     groups: int = getattr(attention, "num_key_value_groups", getattr(attention, "num_groups", 1))
     return groups
 
@@ -84,6 +87,7 @@ def describe_block(walk: Walk, place: Place, layers: list[Layer]) -> Block:
         norm_kind=read_fact(walk.family.norm_kind, facts),
         norm_placement=read_fact(walk.family.placement, facts),
         residual=read_fact(walk.family.residual, facts),
+        residual_scale=factor_of(walk, "residual_multiplier") or 1.0,
     )
 
 
@@ -92,11 +96,15 @@ def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, 
     config: Any = walk.module.config
     module = walk.module.get_submodule(query.matrix.rpartition(".")[0])
     head_dim = head_dim_of(module)
-    norms: Norms = read_fact(place.stack.norms, facts)
-    position = PositionKind.NONE if is_cross else read_fact(family.position, facts)
+    block, norms = walk.module.get_submodule(place.block), read_fact(place.stack.norms, facts)
     kinds = facts.get("layer_types") if family.windows == "layer_types" else None
     kind = kinds[place.index] if kinds else FULL
     has_window = not is_cross and (kind == SLIDING or family.windows == "every layer")
+    # SmolLM3 has a switch in each layer; Cohere 2 and EXAONE 4 turn the layers with a window alone.
+    is_positioned = getattr(module, "use_rope", True) and not (
+        family.positions_need_window and config.sliding_window and not has_window
+    )
+    position = read_fact(family.position, facts) if is_positioned and not is_cross else PositionKind.NONE
     rope = walk.ropes[kind] if position is PositionKind.ROPE else None
     return Attention(
         num_heads=query.out_features // head_dim,
@@ -106,15 +114,29 @@ def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, 
         is_cross=is_cross,
         is_causal=not is_cross and _is_causal(module, place.stack, facts),
         window=config.sliding_window if has_window else None,
+        clip=facts.get(family.clips_projections) if family.clips_projections else None,
         softcap=facts.get("attn_logit_softcapping") if family.softcaps_scores else None,
-        has_query_key_norm=any(norm.place is NormPlace.QUERY for norm in norms.values()),
+        has_query_key_norm=any(
+            norm.place is NormPlace.QUERY and _has(block, name) for name, norm in norms.items()
+        ),
         scale=_scale(module, head_dim, place.index),
         rope_theta=rope.theta if rope else None,
         rotary_dim=(head_dim if rope.rotary_dim is None else rope.rotary_dim) if rope else None,
         rope_frequencies=rope.frequencies if rope else (),
         rope_factor=rope.factor if rope else 1.0,
+        rope_interleaved=bool(rope) and family.rotates_neighbours,
         rope_limit=rope.limit if rope else None,
     )
+
+
+def factor_of(walk: Walk, *fields: str) -> float | None:
+    """The product of the config's factors that the family's row names, divisors inverted; None for 1."""
+    factor = 1.0
+    for field in fields:
+        key = getattr(walk.family, field, None)
+        value = float(walk.config.raw[key]) if key else 1.0
+        factor *= 1 / value if field.endswith("divisor") else value
+    return None if factor == 1 else factor
 
 
 def _is_causal(module: Any, stack: Stack, facts: Mapping[str, Any]) -> bool:
@@ -133,6 +155,10 @@ def _scale(module: Any, head_dim: int, index: int) -> float | None:
         scale = head_dim**-0.5 if is_scaled else 1.0
         scale /= index + 1 if getattr(module, "scale_attn_by_inverse_layer_idx", False) else 1
     return None if scale == head_dim**-0.5 else scale
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    return any(name == path for name, _ in module.named_modules())
 
 
 def _describe_ffn(module: nn.Module, stack: Stack, layers: list[Layer]) -> FeedForward | None:

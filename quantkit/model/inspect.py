@@ -22,7 +22,7 @@ from torch import nn
 from quantkit.errors import InputError
 from quantkit.files import reading
 from quantkit.model import linears
-from quantkit.model.blocks import describe_block, split_rows
+from quantkit.model.blocks import describe_block, factor_of, split_rows
 from quantkit.model.config import normalise
 from quantkit.model.families import family_of
 from quantkit.model.families.schema import read_fact
@@ -89,7 +89,7 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
     family = family_of(config.model_type)
     walk = Walk(module=module, config=config, family=family, prefix=find_prefix(module, family))
     if family and read_fact(family.position, config.raw) is PositionKind.ROPE:
-        walk.ropes = read_ropes(module.get_submodule(walk.prefix.rstrip(".")))
+        walk.ropes = read_ropes(module.get_submodule(walk.prefix.rstrip(".")), family.fixed_theta)
     for path, child in module.named_modules(remove_duplicate=False):
         walk.names[id(child)].append(checkpoint_name(path, family))
     embeddings = _map_embeddings(walk)
@@ -111,9 +111,12 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         max_positions=config.max_positions,
         is_encoder_decoder=config.is_encoder_decoder,
         has_tied_head=has_tied_head,
-        embedding_scale=root if family and family.scales_embedding else None,
+        embedding_scale=root
+        if family and family.scales_embedding
+        else factor_of(walk, "embedding_multiplier"),
         head_scale=1 / root if root and family and has_tied_head and scales_head else None,
         final_softcap=cap if family and family.softcaps_logits else None,
+        logit_scale=factor_of(walk, "logit_multiplier", "logit_divisor"),
         layers=layers,
         embeddings=embeddings,
         norms=norms,
@@ -224,7 +227,7 @@ def _split(
         roles,
         num_out,
         walk.module.get_submodule(matrix.rpartition(".")[0]) if place else child,
-        interleaves=bool(walk.family and walk.family.interleaves_heads),
+        fused_rows=read_fact(walk.family.fused_rows, walk.config.raw) if walk.family else "end to end",
     )
     if sum(part.total for part in rows) != num_out:
         raise InputError(
@@ -293,20 +296,20 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
             continue
         place = place_of(walk, names[0])
         row = norm_row(walk, names[0], place)
-        if not parameters:
-            if row:
-                raise InputError(
-                    "a norm without weights",
-                    where=names[0],
-                    allowed="norms with a gain, as this family has them",
-                )
+        if not parameters and row is None:
             continue
+        if not parameters and norm_kind_of(child) is None:
+            raise InputError(
+                "a norm without weights",
+                where=names[0],
+                allowed="norms with a gain, or layer norms over one dimension",
+            )
         walk.claim(child, names[0])
         norms.append(
             Norm(
                 name=names[0],
                 kind=_norm_kind(walk, child),
-                features=parameters[0].numel(),
+                features=parameters[0].numel() if parameters else math.prod(child.normalized_shape),
                 num_parameters=sum(parameter.numel() for parameter in parameters),
                 block=place.block if place else None,
                 feeds=readers(walk, row, place, head_name) if row else (),

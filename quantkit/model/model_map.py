@@ -44,6 +44,7 @@ class Activation(StrEnum):
     """The non-linearity itself; SwiGLU and GeGLU are SILU and GELU in a gated FFN."""
 
     RELU = "relu"
+    RELU_SQUARED = "relu_squared"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
@@ -58,10 +59,11 @@ class NormKind(StrEnum):
 
 
 class NormPlacement(StrEnum):
-    """Before each sublayer, after each residual sum, or both before a sublayer and on its output."""
+    """Before each sublayer, after each residual sum, on each sublayer's output, or before it and there."""
 
     PRE = "pre"
     POST = "post"
+    OUTPUT = "output"
     SANDWICH = "sandwich"
 
 
@@ -201,10 +203,12 @@ class Attention:
     softcap: float | None = None
     has_query_key_norm: bool = False
     scale: float | None = None  # of query times key; None: 1 / sqrt(head_dim)
+    clip: float | None = None  # of queries, keys and values
     rope_theta: float | None = None
     rotary_dim: int | None = None
     rope_frequencies: tuple[float, ...] = ()  # of the pairs of features; empty: those of rope_theta alone
     rope_factor: float = 1.0  # of cosines and sines
+    rope_interleaved: bool = False  # feature 2i turns with 2i + 1, instead of i with i + rotary_dim / 2
     rope_limit: int | None = None  # positions from which on the frequencies are others
 
 
@@ -222,9 +226,11 @@ class FeedForward:
             Activation.GELU: "GeGLU",
             Activation.GELU_TANH: "GeGLU (tanh)",
             Activation.RELU: "ReGLU",
+            Activation.RELU_SQUARED: "squared ReGLU",
         }
         plain = {
             Activation.RELU: "ReLU",
+            Activation.RELU_SQUARED: "squared ReLU",
             Activation.GELU: "GELU (exact)",
             Activation.GELU_TANH: "GELU (tanh)",
             Activation.SILU: "SiLU",
@@ -245,6 +251,7 @@ class Block:
     norm_kind: NormKind
     norm_placement: NormPlacement
     residual: Residual
+    residual_scale: float = 1.0  # of each sublayer's output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +276,7 @@ class ModelMap:
     max_positions: int | None
     is_encoder_decoder: bool
     has_tied_head: bool
-    embedding_scale: float | None  # Gemma multiplies its embeddings by sqrt(hidden)
+    embedding_scale: float | None  # factor of the embeddings
     head_scale: float | None  # T5 divides the input of a tied head by sqrt(hidden)
     final_softcap: float | None
     layers: tuple[Layer, ...]
@@ -284,6 +291,7 @@ class ModelMap:
     num_experts: int | None = None  # of a mixture-of-experts FFN
     num_active_experts: int | None = None  # that run for each token
     sentence: SentenceModel | None = None  # what pools the states of a text
+    logit_scale: float | None = None  # factor of the logits
 
     @property
     def context(self) -> int | None:

@@ -7,6 +7,7 @@ differently, so the frequencies are read from a module and no rule is written ag
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,16 @@ def plain_frequencies(theta: float, rotary_dim: int) -> NDArray[np.float32]:
     return np.asarray((1.0 / theta**exponents).numpy(), np.float32)
 
 
-def read_ropes(base: nn.Module) -> Mapping[str, Rope]:
+def read_ropes(base: nn.Module, fixed_theta: float | None = None) -> Mapping[str, Rope]:
     """The rotary positions of each kind of layer."""
-    rotary = getattr(base, "rotary_emb", None)
+    rotary: Any = getattr(base, "rotary_emb", None)
+    config: Any = base.config
+    by_kind: Any = getattr(base, "rotary_embs", None)
+    if fixed_theta:
+        return {FULL: Rope(theta=fixed_theta, rotary_dim=config.rotary_dim)}
+    if by_kind is not None:  # transformers 4.57: a module for each kind of layer, in OLMo 3
+        return {kind: _rope(_remade(module), "") for kind, module in by_kind.items()}
     if rotary is None:  # quantkit's own models
-        config: Any = base.config
         return {FULL: Rope(theta=float(config.rope_theta), rotary_dim=None)}
     fresh = _remade(rotary)
     names = [
@@ -59,8 +65,9 @@ def read_ropes(base: nn.Module) -> Mapping[str, Rope]:
 
 def _remade(rotary: Any) -> Any:
     """The module made again from its config: meta devices hold no values, and long texts change them."""
+    is_told_its_type = "rope_type" in inspect.signature(type(rotary).__init__).parameters
     with torch.device("cpu"):
-        return type(rotary)(rotary.config)
+        return type(rotary)(rotary.config, **({"rope_type": rotary.rope_type} if is_told_its_type else {}))
 
 
 def _rope(rotary: Any, kind: str) -> Rope:

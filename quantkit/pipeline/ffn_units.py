@@ -194,7 +194,7 @@ def _units_of(
 def _inactive_peak(peak_H: NDArray[np.float64], activation: Activation) -> float:
     """Largest peak of a unit that counts as never active."""
     nonzero = peak_H[peak_H > 0]
-    if activation is Activation.RELU or not len(nonzero):
+    if activation in (Activation.RELU, Activation.RELU_SQUARED) or not len(nonzero):
         return 0.0
     return ACTIVE_SHARE * float(np.median(nonzero))
 

@@ -75,6 +75,7 @@ def host_side(model_map: ModelMap, plan: Plan, contents: Contents) -> Side:
         embedding_scale=None,
         head_scale=None,
         final_softcap=None,
+        logit_scale=None,
         layers=tuple(layer for pack in packs for layer in pack.layers),
         embeddings=(),
         norms=tuple(norms),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quantkit.model.model_map import Activation, Block, FfnKind, Layer, ModelMap, Norm, NormKind, Role
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.grid import Doubles
-from quantkit.quantization.projections import bias_of, weight_of
+from quantkit.quantization.projections import bias_of, gain_of, weight_of
 
 # Letters: H hidden units, I channels that they read.
 Flags = NDArray[np.bool_]
@@ -46,7 +46,7 @@ def dead_units(model_map: ModelMap, tensors: TensorSource, block: Block) -> Dead
     silent_H = np.zeros(block.ffn.hidden_features, np.bool_)
     for layer in keys.values():
         silent_H |= _is_zero(weight_of(tensors, layer), bias_of(tensors, layer))
-    if block.ffn.activation is Activation.RELU:
+    if block.ffn.activation in (Activation.RELU, Activation.RELU_SQUARED):
         curved = keys[Role.FFN_GATE if block.ffn.kind is FfnKind.GATED else Role.FFN_UP]
         silent_H |= _never_fires(model_map, tensors, curved)
     unread_H = np.all(weight_of(tensors, down) == 0, axis=0)
@@ -82,7 +82,7 @@ def _never_fires(model_map: ModelMap, tensors: TensorSource, layer: Layer) -> Fl
 def _bound(
     model_map: ModelMap, tensors: TensorSource, norm: Norm, weight_HI: Doubles, bias_H: Doubles
 ) -> Flags:
-    gain_I = model_map.norm_gain_offset + np.asarray(tensors.read(f"{norm.name}.weight"), np.float64)
+    gain_I = gain_of(tensors, norm, model_map.norm_gain_offset).astype(np.float64)
     shift = f"{norm.name}.bias"
     scaled_HI = weight_HI * gain_I
     if norm.kind is NormKind.LAYER_NORM:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.model.linears import LINEARS
-from quantkit.model.model_map import Layer, Rows
+from quantkit.model.model_map import Layer, Norm, Rows
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.layout import run_starts
 
@@ -24,6 +24,14 @@ Read = Callable[..., NDArray[Any]]  # name, first row, number of rows -> rows
 def weight_name(layer: Layer) -> str:
     """The checkpoint's tensor that holds the projection."""
     return f"{layer.tied_to or layer.matrix}.weight"
+
+
+def gain_of(source: TensorSource, norm: Norm, offset: float) -> NDArray[np.float32]:
+    """The whole gain of a norm; ones where it has no weights."""
+    if not norm.num_parameters:
+        return np.ones(norm.features, np.float32)
+    gain_I: NDArray[np.float32] = source.read(f"{norm.name}.weight").reshape(-1) + np.float32(offset)
+    return gain_I
 
 
 def is_transposed(layer: Layer) -> bool:

@@ -39,6 +39,7 @@ IN_DOUBLE = [
 def cache_of(module):
     with torch.inference_mode(), InDouble():
         cache = module(input_ids=torch.from_numpy(IDS), use_cache=True).past_key_values
+    cache = getattr(cache, "self_attention_cache", cache)  # transformers 4.57 gives GPT-BigCode one of two
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     return [each.numpy() for pair in layers for each in pair]
 

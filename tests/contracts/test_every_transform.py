@@ -40,6 +40,11 @@ NOT_ROTATED = {
     ("bloom", 0): "word_embeddings_layernorm",
     ("gemma2", 0): "sandwich",
     ("gemma3", 0): "sandwich",
+    ("glm4", 0): "sandwich",
+    ("olmo2", 0): "output norms",
+    ("olmo3", 0): "output norms",
+    ("exaone4", 0): "output norms",
+    ("exaone4", 1): "output norms",
     ("bert", 0): "post-norm",
     ("roberta", 0): "post-norm",
     ("distilbert", 0): "post-norm",
@@ -57,6 +62,8 @@ FORBIDDEN = {
     ("fold", "opt", 1): "post-norm",
     ("fold", "quantkit_reference", 2): "post-norm",
     ("fold", "ws_ffn", 1): "post-norm",
+    **{(name, "olmo", variant): "no gain" for name in ("fold", "hadamard") for variant in (0, 1)},
+    ("head_hadamard", "olmo", 1): "no attention of it permits a rotation",  # values are clipped
 }
 
 
@@ -128,19 +135,22 @@ def test_whole_heads_move(given):
     spaces = [space for space in spaces_of(given.map) if "head_permutation" in space.permits]
     if not spaces:
         reasons = {space.forbidden.get("head_permutation") for space in spaces_of(given.map)}
-        assert any("position bias of its own" in reason for reason in reasons)
+        assert any("position bias of its own" in reason or "gain of its own" in reason for reason in reasons)
         return
     names = [space.name for space in spaces]
     doubled = opened(given.map, given.tensors, np.float64)
     model_map, tensors = permute(given.map, doubled, spaces=names, moves_heads=True)
-    assert num_changed(given, model_map, tensors) >= 2
+    has_several = any(space.num_kv_heads > 1 for space in spaces)
+    assert (num_changed(given, model_map, tensors) >= 2) == has_several
     assert_same_function(given, model_map, tensors)
 
 
 @ON_EVERY_FAMILY
 def test_changes_compose(family, variant, given):
     smoothed = run("smoothquant", given.map, given.tensors)
-    mixed = run("head_hadamard", *smoothed, seed=5)
+    mixed = smoothed
+    if ("head_hadamard", family, variant) not in FORBIDDEN:
+        mixed = run("head_hadamard", *mixed, seed=5)
     if ("hadamard", family, variant) not in FORBIDDEN:
         mixed = run("hadamard", *mixed)
     permuted = run("permutation", *mixed, seed=2)
@@ -153,7 +163,8 @@ def test_changes_branch(family, variant, given):
     """Several changes of one changed source, read in turn, as a search over candidates does."""
     first = run("smoothquant", given.map, given.tensors)
     branches = [run("smoothquant", *first, alpha=0.1 * step) for step in (1, 9)]
-    branches += [run("head_hadamard", *first), run("permutation", *first)]
+    names = ("head_hadamard", "permutation")
+    branches += [run(name, *first) for name in names if (name, family, variant) not in FORBIDDEN]
     for branch in branches:
         assert_same_function(given, *branch)
 

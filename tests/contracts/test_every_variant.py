@@ -248,12 +248,10 @@ def test_the_table_says_what_a_forward_pass_shows(family):
 
 
 STRANGERS = {
-    "starcoder2": ("standard", "gelu_tanh", "layer_norm", "pre"),
-    "stablelm": ("gated", "silu", "layer_norm", "pre"),
-    "granite": ("gated", "silu", "rms_norm", "pre"),
-    "olmo2": ("gated", "silu", None, None),  # norms on outputs alone: none before its FFN
-    "nemotron": ("standard", "other", "layer_norm", "pre"),  # the square of a ReLU
-    "falcon": ("standard", "gelu", "layer_norm", "pre"),  # attention and FFN side by side
+    "gpt_neo": ("standard", "gelu_tanh", "layer_norm", "pre"),
+    "mpt": ("standard", "gelu", "layer_norm", "pre"),
+    "diffllama": ("gated", "silu", "rms_norm", "pre"),
+    "persimmon": ("standard", "relu_squared", "layer_norm", "pre"),
     "electra": ("standard", "gelu", "layer_norm", "post"),
 }
 
@@ -262,6 +260,7 @@ STRANGERS = {
 def test_a_family_without_a_row_is_told_too(model_type, tmp_path):
     """Of architectures that no table knows, from their configs alone and without a weight."""
     sizes = {**SIZES, "bos_token_id": 1, "eos_token_id": 2, "embedding_size": 64}
+    sizes |= {"num_layers": 2, "attention_types": [[["global"], 2]]}  # of GPT-Neo
     (tmp_path / "config.json").write_text(
         json.dumps({**sizes, "model_type": model_type, "num_hidden_layers": 2})
     )

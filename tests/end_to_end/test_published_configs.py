@@ -27,24 +27,18 @@ NUM_STEPS = 3  # tokens read one at a time, behind a prompt
 UNTRACED = (
     "microsoft/biogpt",
     "facebook/xglm-564M",
-    "bigcode/starcoder2-3b",
     "mistralai/Mixtral-8x7B-v0.1",
     "Qwen/Qwen1.5-MoE-A2.7B",
     "google/recurrentgemma-2b",
-    "CohereForAI/c4ai-command-r7b-12-2024",
     "allenai/OLMoE-1B-7B-0924",
     "ibm-granite/granite-3.0-1b-a400m-base",
-    "LGAI-EXAONE/EXAONE-4.0-1.2B",
-    "THUDM/GLM-4-9B-0414",
     "LiquidAI/LFM2-350M",
-    "baidu/ERNIE-4.5-0.3B-PT",
     "tencent/Hunyuan-0.5B-Instruct",
     "swiss-ai/Apertus-8B-2509",
     "deepseek-ai/DeepSeek-V2-Lite",
     "state-spaces/mamba-130m-hf",
     "openai-community/openai-gpt",
     "adept/persimmon-8b-base",
-    "ByteDance-Seed/Seed-OSS-36B-Base",
     "colbert-ir/colbertv2.0",
     "google/bert_for_seq_generation_L-24_bbc_encoder",
     "facebook/xlm-roberta-xl",
@@ -57,14 +51,13 @@ UNTRACED = (
 )
 # Models that are refused before work -> words of the reason.
 REFUSED = {
-    "facebook/galactica-125m": "a norm without weights",
     **dict.fromkeys(UNTRACED, "optimum cannot trace"),
     "google/embeddinggemma-300m": "attention looks in both directions",
     "nomic-ai/nomic-embed-text-v1.5": "needs code that ships with the checkpoint",
     "jinaai/jina-embeddings-v2-small-en": "position_embedding_type is 'alibi'",
 }
 # Models that optimum takes on and fails at.
-REFUSED_BY_TRACER = ("tiiuae/falcon-11B", "allenai/longformer-base-4096")
+REFUSED_BY_TRACER = ("allenai/longformer-base-4096",)
 UNREAD = ("openai/clip-vit-base-patch32",)  # exported, and not compared: it reads images too
 
 

@@ -38,7 +38,7 @@ def bytes_in_graph(path, places):
         math.prod(each.dims) * WIDTHS[each.data_type]
         for each in graph.initializer
         if each.data_type in WIDTHS
-        and math.prod(each.dims) > 8
+        and (math.prod(each.dims) > 8 or each.name.endswith((".weight", ".bias")))
         and any(node.op_type not in ROW_READERS for node in readers[each.name])
     )
     for value in graph.input:

@@ -241,10 +241,10 @@ def test_an_architecture_without_a_row_maps_as_other(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
-                "model_type": "falcon",
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
+                "model_type": "mpt",
+                "d_model": 32,
+                "n_layers": 1,
+                "n_heads": 4,
                 "vocab_size": 61,
             }
         )
@@ -252,7 +252,7 @@ def test_an_architecture_without_a_row_maps_as_other(tmp_path):
     model = inspect(str(tmp_path))
     assert model.family is None
     assert {layer.role.value for layer in model.layers} == {"other", "lm_head"}
-    assert any("no row for model type 'falcon'" in note for note in model.notes)
+    assert any("no row for model type 'mpt'" in note for note in model.notes)
 
 
 def test_a_shared_module_is_one_layer_with_aliases():
@@ -274,10 +274,22 @@ def test_models_whose_weights_cannot_be_initialised_are_built(name, tmp_path):
     assert all(torch.equal(loaded[path], values) for path, values in model.state_dict().items())
 
 
-def test_a_norm_without_weights_is_named(tmp_path):
-    write_tiny("facebook/galactica-125m", tmp_path)
-    with pytest.raises(InputError, match=r"final_layer_norm: a norm without weights"):
-        inspect(str(tmp_path))
+def test_a_layer_norm_without_weights_is_mapped(tmp_path):
+    model = write_tiny("facebook/galactica-125m", tmp_path)
+    norms = inspect(str(tmp_path)).norms
+    assert len(norms) == 2 * model.config.num_hidden_layers + 1
+    assert {(norm.num_parameters, norm.features) for norm in norms} == {(0, model.config.hidden_size)}
+
+
+def test_a_norm_that_neither_weights_nor_its_class_describe_is_named():
+    class BareNorm(torch.nn.Module):
+        def forward(self, x):
+            return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+    model = build_tiny("LlamaForCausalLM", dict(FAMILIES["llama"].tiny))
+    model.model.norm = BareNorm()
+    with pytest.raises(InputError, match=r"model\.norm: a norm without weights"):
+        map_module(model, name="bare")
 
 
 def test_an_encoder_decoder_that_predicts_nothing_gets_its_head(tmp_path):

@@ -32,14 +32,22 @@ needs_optimum = pytest.mark.skipif(
 )
 DECODERS = {
     "bloom": ("BloomForCausalLM", dict(FAMILIES["bloom"].tiny)),
-    # Neither has a row in the families table; both take positions, one has a single key head.
-    "gptj": (
-        "GPTJForCausalLM",
-        {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 40},
+    # Neither has a row in the families table; one takes positions.
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 40,
+        },
     ),
-    "gpt_bigcode": (
-        "GPTBigCodeForCausalLM",
-        {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40},
+    "mpt": (
+        "MptForCausalLM",
+        {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 40},
     ),
 }
 T5, GATED = FAMILIES["t5"].tiny, FAMILIES["t5"].variants[0]

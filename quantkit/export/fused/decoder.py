@@ -137,9 +137,7 @@ class FusedDecoder(FusedOperators):
 
     def token_rows(self, entry: TableEntry, ids: str, scale: float | None) -> str:
         x = operators.lookup(self.graph, entry, ids)
-        if not scale:
-            return x
-        return self.graph.op("Mul", x, self.graph.constant("embedding_scale", np.array(scale, np.float32)))
+        return self.scale(x, scale, "embedding_scale") if scale else x
 
     def position_rows(self, entry: TableEntry) -> str:
         positions = self.positions
@@ -187,16 +185,19 @@ class FusedDecoder(FusedOperators):
             num_heads=facts.num_heads, kv_num_heads=facts.num_kv_heads,
             scale=facts.scale, local_window_size=facts.window, softcap=facts.softcap or None,
             do_rotary=1 if cosine else None,
+            rotary_interleaved=1 if cosine and facts.rope_interleaved else None,
         )  # fmt: skip
         for kind, output in zip(("key", "value"), presents, strict=True):
             graph.output(output, f"present.{block.index}.{kind}", TensorProto.FLOAT, present)
         return attended
 
     def head_norm(self, block: Block, place: NormPlace, x: str, num_heads: int) -> str:
-        """A norm of every head on its own."""
+        """A norm of every head on its own, or of all heads where it is as wide."""
         graph, head_dim = self.graph, block.attentions[0].head_dim
         norm = norm_at(self.contents, block, place)
         assert norm is not None, (block, place)
+        if norm.features != head_dim:
+            return self.norm(norm, x)
         heads = graph.op("Reshape", x, graph.integers(0, 0, num_heads, head_dim))
         return graph.op("Reshape", self.norm(norm, heads), graph.integers(0, 0, num_heads * head_dim))
 
@@ -207,6 +208,7 @@ class FusedDecoder(FusedOperators):
         x = self.graph.op(
             "RotaryEmbedding", x, self.positions, cosine, sine, domain=CONTRIB,
             num_heads=num_heads, rotary_embedding_dim=attention.rotary_dim,
+            interleaved=1 if attention.rope_interleaved else None,
         )  # fmt: skip
         return self.graph.op("Reshape", x, self.graph.integers(0, 0, width))
 

@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quantkit.errors import InputError, not_one_of
 from quantkit.export.graph import save
+from quantkit.export.rotary import partners
 
 Floats = NDArray[np.float32]
 ATTENTION_OP = "GroupQueryAttention"
@@ -76,18 +77,18 @@ def widen(
     *,
     where: str,
     rotary_dim: int | None = None,
+    is_interleaved: bool = False,
 ) -> CachePeaks:
     """Peaks that include one more text's cache, all of whose positions must be filled.
 
-    Rotation turns the channels i and i + rotary_dim / 2 into each other as the position grows, and
-    calibration texts are shorter than the context; so each of such a pair is given the length of both.
+    Rotation turns two channels into each other as the position grows, and calibration texts are shorter than
+    the context; so each of such a pair is given the length of both.
     """
     key_HD, value_HD = _peaks(key_BHTD, where, "keys"), _peaks(value_BHTD, where, "values")
     if rotary_dim:
-        half = rotary_dim // 2
-        pairs = key_BHTD[..., :rotary_dim].reshape(*key_BHTD.shape[:3], 2, half)
-        length_HP = np.sqrt(np.square(pairs).sum(axis=3)).max(axis=(0, 2))
-        key_HD[:, :rotary_dim] = np.tile(length_HP, 2)
+        squares = np.square(key_BHTD[..., :rotary_dim])
+        squares += squares[..., partners(rotary_dim, is_interleaved=is_interleaved)]
+        key_HD[:, :rotary_dim] = np.sqrt(squares).max(axis=(0, 2))
     num_positions = key_BHTD.shape[0] * key_BHTD.shape[2]
     if peaks is not None:
         key_HD, value_HD = np.maximum(key_HD, peaks.key_HD), np.maximum(value_HD, peaks.value_HD)

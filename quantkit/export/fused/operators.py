@@ -81,7 +81,15 @@ class FusedOperators:
     def activation(self, kind: Activation, x: str, name: str) -> str:
         op_type, domain = operators.ACTIVATION_OPS[kind]
         extra: dict[str, Any] = {"alpha": 1.0} if kind is Activation.SILU else {}
-        return self.graph.op(op_type, x, name=f"{name}/activation", domain=domain, **extra)
+        y = self.graph.op(op_type, x, name=f"{name}/activation", domain=domain, **extra)
+        return self.graph.op("Mul", y, y) if kind is Activation.RELU_SQUARED else y
+
+    def scale(self, x: str, factor: float, name: str) -> str:
+        return self.graph.op("Mul", x, self.graph.constant(name, np.array(factor, np.float32)))
+
+    def clip(self, x: str, limit: float) -> str:
+        ends = [self.graph.constant(f"clip_{end:g}", np.array(end, np.float32)) for end in (-limit, limit)]
+        return self.graph.op("Clip", x, *ends)
 
     def keep_latents(self, block: Block, hidden: str) -> None:
         pass

@@ -46,8 +46,8 @@ def emit_blocks(
     walk.operators.read_mask(features)
     walk.operators.choose_rows("num_features")
     stream = walk.blocks(Stream(features))
-    value, pending = stream.value, stream.pending
-    total = graph.op("Add", value, pending) if pending else graph.op("Identity", value)
+    total = walk.total(stream)
+    total = total if stream.pending else graph.op("Identity", total)
     graph.output(total, NEW_FEATURES, TensorProto.FLOAT, ["batch", "wanted", width])
     graph.inputs.append(onnx.helper.make_tensor_value_info("num_features", TensorProto.INT64, [1]))
     return graph.finish(name=model_map.name, target=target, metadata=metadata)

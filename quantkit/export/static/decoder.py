@@ -33,6 +33,8 @@ def why_not_static(model_map: ModelMap, shape: StaticShape) -> str | None:
         reason = (
             f"its attention looks back {min(limits)} tokens only, and {shape.total} places were asked for"
         )
+    if reason is None and any(attention.clip for block in model_map.blocks for attention in block.attentions):
+        reason = "it clips queries, keys and values"
     context = model_map.context
     if reason is None and context and shape.total > context:
         reason = f"it has {context} positions, and {shape.total} were asked for"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from quantkit.export.graph import Graph
-from quantkit.export.rotary import Rotation, cosines_and_sines, rotation_of
+from quantkit.export.rotary import Rotation, cosines_and_sines, partners, rotation_of
 from quantkit.export.walk import Stream, norm_at
 from quantkit.model.model_map import (
     Activation,
@@ -43,6 +43,7 @@ MASK = "mask/"
 HIDDEN = -3e4  # twice, for padding that comes later too, it is still a number of 16 bits
 ACTIVATIONS: dict[Activation, tuple[str, dict[str, Any]]] = {
     Activation.RELU: ("Relu", {}),
+    Activation.RELU_SQUARED: ("Relu", {}),
     Activation.GELU: ("Gelu", {}),
     Activation.GELU_TANH: ("Gelu", {"approximate": "tanh"}),
 }
@@ -148,7 +149,14 @@ class StaticOperators:
             gate = self.graph.op("Sigmoid", x, name=f"{name}/sigmoid")
             return self.graph.op("Mul", x, gate, name=f"{name}/silu")
         op_type, attributes = ACTIVATIONS[kind]
-        return self.graph.op(op_type, x, name=f"{name}/activation", **attributes)
+        y = self.graph.op(op_type, x, name=f"{name}/activation", **attributes)
+        return self.graph.op("Mul", y, y, name=f"{name}/square") if kind is Activation.RELU_SQUARED else y
+
+    def scale(self, x: str, factor: float, name: str) -> str:
+        return self.graph.op("Mul", x, self.constant(f"{name}/factor", factor), name=name)
+
+    def clip(self, x: str, limit: float) -> str:
+        raise AssertionError("why_not_static refuses a model that clips")
 
     def keep_latents(self, block: Block, hidden: str) -> None:
         pass  # the recipe of a static target refuses --keep-latent
@@ -181,14 +189,17 @@ class StaticOperators:
         graph, tokens, name = self.graph, self.shape.tokens, f"{block.name}/attention"
         facts = block.attentions[0]
         kv_heads, group, size = facts.num_kv_heads, facts.num_heads // facts.num_kv_heads, facts.head_dim
-        query = self.heads(f"{name}/query", parts[0], facts.num_heads, size)
-        key = self.heads(f"{name}/key", parts[1], kv_heads, size)
-        value = self.heads(f"{name}/value", parts[2], kv_heads, size)
         for_query, for_key = (
             norm_at(self.contents, block, place) for place in (NormPlace.QUERY, NormPlace.KEY)
         )
-        query = self.norm(for_query, query) if for_query else query
-        key = self.norm(for_key, key) if for_key else key
+        is_of_heads = for_query is not None and for_query.features == size
+        whole = [norm if norm and not is_of_heads else None for norm in (for_query, for_key)]
+        query, key = (self.norm(norm, x) if norm else x for norm, x in zip(whole, parts, strict=False))
+        query = self.heads(f"{name}/query", query, facts.num_heads, size)
+        key = self.heads(f"{name}/key", key, kv_heads, size)
+        value = self.heads(f"{name}/value", parts[2], kv_heads, size)
+        query = self.norm(for_query, query) if for_query and is_of_heads else query
+        key = self.norm(for_key, key) if for_key and is_of_heads else key
         if facts.position is PositionKind.ROPE:
             query, key = self.rotate(f"{name}/query", facts, query), self.rotate(f"{name}/key", facts, key)
         scale = self.constant(f"{name}/scale", facts.scale if facts.scale is not None else size**-0.5)
@@ -227,16 +238,24 @@ class StaticOperators:
             still = np.zeros((total, rest), np.float32)
             label = f"rope_{len(self.rotations)}"
             tables = {"cos": [cos, cos, still + 1], "sin": [-sin, sin, still]}
+            if attention.rope_interleaved:
+                apart = np.stack([-sin, sin], axis=2).reshape(total, -1)
+                tables = {"cos": [np.repeat(cos, 2, axis=1), still + 1], "sin": [apart, still]}
             self.rotations[key] = [
                 self.at_positions(f"{label}/{kind}", np.concatenate(parts, axis=1), *sizes)
                 for kind, parts in tables.items()
             ]
         cosines, sines = self.rotations[key]
         widths = [half, half, rest] if rest else [half, half]
-        parts = graph.ops(
-            "Split", x, graph.integers(*widths), name=f"{name}/halves", wanted=(True,) * len(widths), axis=-1
-        )
-        swapped = graph.op("Concat", parts[1], parts[0], *parts[2:], name=f"{name}/swapped", axis=-1)
+        if attention.rope_interleaved:
+            order = (*partners(2 * half, is_interleaved=True), *range(2 * half, attention.head_dim))
+            swapped = graph.op("Gather", x, graph.integers(*order), name=f"{name}/swapped", axis=-1)
+        else:
+            parts = graph.ops(
+                "Split", x, graph.integers(*widths),
+                name=f"{name}/halves", wanted=(True,) * len(widths), axis=-1,
+            )  # fmt: skip
+            swapped = graph.op("Concat", parts[1], parts[0], *parts[2:], name=f"{name}/swapped", axis=-1)
         straight = graph.op("Mul", x, cosines, name=f"{name}/straight")
         across = graph.op("Mul", swapped, sines, name=f"{name}/across")
         return graph.op("Add", straight, across, name=f"{name}/rotated")

@@ -149,13 +149,14 @@ def make_ffn(config: ReferenceConfig) -> nn.Module | None:
 class RmsNorm(nn.Module):
     """RMSNorm in elementary operations, which every exporter supports."""
 
-    def __init__(self, features: int, eps: float) -> None:
+    def __init__(self, features: int, eps: float, *, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(features))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled: Tensor = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        gain = self.weight + self.offset if self.offset else self.weight
+        scaled: Tensor = gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
         return scaled
 
 

@@ -8,18 +8,40 @@ every fact. An architecture without a row still maps, with role OTHER throughout
 from __future__ import annotations
 
 from quantkit.model.families.decoders import (
+    ARCEE,
     BLOOM,
+    CODEGEN,
+    COHERE,
+    COHERE2,
+    ERNIE,
+    EXAONE4,
+    FALCON,
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GLM,
+    GLM4,
     GPT2,
+    GPT_BIGCODE,
     GPT_NEOX,
+    GPTJ,
+    GRANITE,
+    HELIUM,
     LLAMA,
     MISTRAL,
+    NEMOTRON,
+    OLMO,
+    OLMO2,
+    OLMO3,
     OPT,
+    PHI,
     PHI3,
     QWEN2,
     QWEN3,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
 )
 from quantkit.model.families.encoders import ALBERT, BERT, DISTILBERT, ROBERTA, T5
 from quantkit.model.families.own import ONE_WIDE, REFERENCE, WS_FFN
@@ -29,6 +51,9 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(GPT2, OPT, GPT_NEOX, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3),
+        *(PHI, STABLELM, SMOLLM3, GRANITE, STARCODER2, NEMOTRON, ARCEE, SEED_OSS),
+        *(COHERE, COHERE2, HELIUM, ERNIE, GLM, GLM4, GPTJ, CODEGEN, GPT_BIGCODE, FALCON),
+        *(OLMO, OLMO2, OLMO3, EXAONE4),
         *(BERT, ROBERTA, DISTILBERT, ALBERT, T5),
         *(REFERENCE, ONE_WIDE, WS_FFN),
     )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quantkit.model.config import FULL, SLIDING
 from quantkit.model.families.schema import (
     BERT_TINY,
     DOWN,
     FINAL_NORM,
     GATE,
     GEMMA_TINY,
+    LLAMA_ATTENTION,
     LLAMA_STACK,
     LLAMA_TINY,
+    ONE_NORM_FOR_BOTH,
     OUT,
+    OUTPUT_NORMS,
     POSITION,
     PRE_NORMS,
     QUERY_KEY_NORMS,
@@ -133,7 +137,7 @@ GPT_NEOX = Family(
     residual=ByConfig(
         key="use_parallel_residual", absent=True, values={True: Residual.PARALLEL, False: Residual.SEQUENTIAL}
     ),
-    interleaves_heads=True,
+    fused_rows="by head",
     position=PositionKind.ROPE,
     names={"lm_head": "embed_out"},
     tiny_class="GPTNeoXForCausalLM",
@@ -165,7 +169,7 @@ BLOOM = Family(
     outer_norms={"word_embeddings_layernorm": NormRow(NormPlace.EMBEDDING), "ln_f": FINAL_NORM},
     norm_kind=NormKind.LAYER_NORM,
     placement=NormPlacement.PRE,
-    interleaves_heads=True,
+    fused_rows="by head",
     position=PositionKind.ALIBI,
     tiny_class="BloomForCausalLM",
     tiny={"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -272,4 +276,386 @@ GEMMA3 = replace(
     stacks=(replace(LLAMA_STACK, norms={**SANDWICH_NORMS, **QUERY_KEY_NORMS}),),
     softcaps_scores=False,  # its class has the field and computes without it
     tiny_class="Gemma3ForCausalLM",
+)
+
+SEED_OSS = replace(
+    LLAMA,
+    name="seed_oss",
+    model_types=("seed_oss",),
+    tiny_class="SeedOssForCausalLM",
+    tiny=GEMMA_TINY,
+    variants=(),
+)
+
+SMOLLM3 = replace(
+    LLAMA,
+    name="smollm3",
+    model_types=("smollm3",),
+    windows="layer_types",
+    tiny_class="SmolLM3ForCausalLM",
+    tiny={**LLAMA_TINY, "no_rope_layer_interval": 2},
+    variants=({"use_sliding_window": True, "sliding_window": 8},),
+)
+
+GRANITE = replace(
+    LLAMA,
+    name="granite",
+    model_types=("granite",),
+    embedding_multiplier="embedding_multiplier",
+    residual_multiplier="residual_multiplier",
+    logit_divisor="logits_scaling",
+    tiny_class="GraniteForCausalLM",
+    tiny={
+        **LLAMA_TINY,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    variants=({"tie_word_embeddings": True},),
+)
+
+ARCEE = replace(
+    LLAMA,
+    name="arcee",
+    model_types=("arcee",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            projections={**LLAMA_ATTENTION, "mlp.up_proj": (UP,), "mlp.down_proj": (DOWN,)},
+        ),
+    ),
+    tiny_class="ArceeForCausalLM",
+    variants=(),
+)
+
+NEMOTRON = replace(
+    ARCEE,
+    name="nemotron",
+    model_types=("nemotron",),
+    norm_kind=NormKind.LAYER_NORM,
+    norm_gain_offset=1.0,
+    tiny_class="NemotronForCausalLM",
+    tiny={**LLAMA_TINY, "head_dim": 8},
+)
+
+STARCODER2 = replace(
+    LLAMA,
+    name="starcoder2",
+    model_types=("starcoder2",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            projections={**LLAMA_ATTENTION, "mlp.c_fc": (UP,), "mlp.c_proj": (DOWN,)},
+            norms={
+                "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, READ_BY_ATTENTION),
+                "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, ("mlp.c_fc",)),
+            },
+            activation="mlp.act",
+        ),
+    ),
+    norm_kind=NormKind.LAYER_NORM,
+    windows="every layer",
+    tiny_class="Starcoder2ForCausalLM",
+    tiny={**LLAMA_TINY, "sliding_window": 8},
+    variants=({"use_bias": False, "sliding_window": None},),
+)
+
+PHI = replace(
+    LLAMA,
+    name="phi",
+    model_types=("phi",),
+    stacks=(
+        Stack(
+            path="layers.*",
+            kind="decoder",
+            projections={
+                "self_attn.q_proj": (Q,),
+                "self_attn.k_proj": (K,),
+                "self_attn.v_proj": (V,),
+                "self_attn.dense": (OUT,),
+                "mlp.fc1": (UP,),
+                "mlp.fc2": (DOWN,),
+            },
+            norms={
+                "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, (*READ_BY_ATTENTION, "mlp.fc1")),
+                "self_attn.q_layernorm": NormRow(NormPlace.QUERY),
+                "self_attn.k_layernorm": NormRow(NormPlace.KEY),
+            },
+            activation="mlp.activation_fn",
+        ),
+    ),
+    outer_norms={"final_layernorm": FINAL_NORM},
+    norm_kind=NormKind.LAYER_NORM,
+    residual=Residual.PARALLEL,
+    tiny_class="PhiForCausalLM",
+    variants=({"qk_layernorm": True},),
+)
+
+STABLELM = replace(
+    LLAMA,
+    name="stablelm",
+    model_types=("stablelm",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            norms=ByConfig(
+                key="use_parallel_residual",
+                absent=False,
+                values={False: PRE_NORMS, True: ONE_NORM_FOR_BOTH},
+            ),
+        ),
+    ),
+    norm_kind=NormKind.LAYER_NORM,
+    residual=ByConfig(
+        key="use_parallel_residual",
+        absent=False,
+        values={True: Residual.PARALLEL, False: Residual.SEQUENTIAL},
+    ),
+    tiny_class="StableLmForCausalLM",
+    variants=({"use_parallel_residual": True, "use_qkv_bias": True},),
+)
+
+COHERE = replace(
+    LLAMA,
+    name="cohere",
+    model_types=("cohere",),
+    stacks=(replace(LLAMA_STACK, norms=ONE_NORM_FOR_BOTH),),
+    norm_kind=NormKind.LAYER_NORM,
+    residual=Residual.PARALLEL,
+    rotates_neighbours=True,
+    logit_multiplier="logit_scale",
+    tiny_class="CohereForCausalLM",
+    variants=({"logit_scale": 0.5, "attention_bias": True},),
+)
+
+COHERE2 = replace(
+    COHERE,
+    name="cohere2",
+    model_types=("cohere2",),
+    windows="layer_types",
+    positions_need_window=True,
+    tiny_class="Cohere2ForCausalLM",
+    tiny={**LLAMA_TINY, "head_dim": 8, "sliding_window": 8, "layer_types": [SLIDING, FULL]},
+    variants=(),
+)
+
+HELIUM = replace(
+    LLAMA,
+    name="helium",
+    model_types=("helium",),
+    rotates_neighbours=True,
+    tiny_class="HeliumForCausalLM",
+    tiny={**LLAMA_TINY, "head_dim": 8},
+    variants=(),
+)
+
+ERNIE = replace(
+    HELIUM,
+    name="ernie4_5",
+    model_types=("ernie4_5",),
+    tiny_class="Ernie4_5ForCausalLM",
+    tiny=GEMMA_TINY,
+    variants=({"use_bias": True},),
+)
+
+GLM_NORMS = {
+    "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, READ_BY_ATTENTION),
+    "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, ("mlp.gate_up_proj",)),
+}
+GLM = replace(
+    HELIUM,
+    name="glm",
+    model_types=("glm",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            projections={**LLAMA_ATTENTION, "mlp.gate_up_proj": (GATE, UP), "mlp.down_proj": (DOWN,)},
+            norms=GLM_NORMS,
+            activation="mlp.activation_fn",
+        ),
+    ),
+    tiny_class="GlmForCausalLM",
+    tiny=GEMMA_TINY,
+    variants=(),
+)
+
+GLM4 = replace(
+    GLM,
+    name="glm4",
+    model_types=("glm4",),
+    stacks=(
+        replace(
+            GLM.stacks[0],
+            norms={
+                **GLM_NORMS,
+                "post_self_attn_layernorm": NormRow(NormPlace.AFTER_ATTENTION),
+                "post_mlp_layernorm": NormRow(NormPlace.AFTER_FFN),
+            },
+        ),
+    ),
+    placement=NormPlacement.SANDWICH,
+    tiny_class="Glm4ForCausalLM",
+)
+
+GPTJ = Family(
+    name="gptj",
+    model_types=("gptj",),
+    stacks=(
+        Stack(
+            path="h.*",
+            kind="decoder",
+            projections={
+                "attn.q_proj": (Q,),
+                "attn.k_proj": (K,),
+                "attn.v_proj": (V,),
+                "attn.out_proj": (OUT,),
+                "mlp.fc_in": (UP,),
+                "mlp.fc_out": (DOWN,),
+            },
+            norms={
+                "ln_1": NormRow(
+                    NormPlace.BEFORE_ATTENTION, ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in")
+                )
+            },
+            activation="mlp.act",
+        ),
+    ),
+    embeddings={"wte": TOKEN},
+    outer_norms={"ln_f": FINAL_NORM},
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.PRE,
+    residual=Residual.PARALLEL,
+    position=PositionKind.ROPE,
+    rotates_neighbours=True,
+    fixed_theta=10_000.0,
+    tiny_class="GPTJForCausalLM",
+    tiny={**GPT2.tiny, "rotary_dim": 4},
+)
+
+CODEGEN = replace(
+    GPTJ,
+    name="codegen",
+    model_types=("codegen",),
+    stacks=(
+        replace(
+            GPTJ.stacks[0],
+            projections={
+                "attn.qkv_proj": (Q, V, K),
+                "attn.out_proj": (OUT,),
+                "mlp.fc_in": (UP,),
+                "mlp.fc_out": (DOWN,),
+            },
+            norms={"ln_1": NormRow(NormPlace.BEFORE_ATTENTION, ("attn.qkv_proj", "mlp.fc_in"))},
+        ),
+    ),
+    fused_rows=4,
+    tiny_class="CodeGenForCausalLM",
+)
+
+GPT_BIGCODE = replace(
+    GPT2,
+    name="gpt_bigcode",
+    model_types=("gpt_bigcode",),
+    fused_rows=ByConfig(key="multi_query", absent=True, values={True: "end to end", False: "by head"}),
+    tiny_class="GPTBigCodeForCausalLM",
+    variants=({"multi_query": False},),
+)
+
+FALCON_TWO_NORMS = {
+    "ln_attn": NormRow(NormPlace.BEFORE_ATTENTION, ("self_attention.query_key_value",)),
+    "ln_mlp": NormRow(NormPlace.BEFORE_FFN, ("mlp.dense_h_to_4h",)),
+}
+FALCON_ONE_NORM = {
+    "input_layernorm": NormRow(
+        NormPlace.BEFORE_ATTENTION, ("self_attention.query_key_value", "mlp.dense_h_to_4h")
+    )
+}
+FALCON = replace(
+    BLOOM,
+    name="falcon",
+    model_types=("falcon",),
+    stacks=(
+        replace(
+            BLOOM.stacks[0],
+            norms=ByConfig(
+                key="new_decoder_architecture",
+                absent=False,
+                values={
+                    True: ByConfig(
+                        key="num_ln_in_parallel_attn",
+                        absent=None,
+                        values={None: FALCON_TWO_NORMS, 2: FALCON_TWO_NORMS, 1: FALCON_ONE_NORM},
+                    ),
+                    False: ByConfig(
+                        key="parallel_attn",
+                        absent=True,
+                        values={True: FALCON_ONE_NORM, False: BLOOM.stacks[0].norms},
+                    ),
+                },
+            ),
+            activation="mlp.act",
+        ),
+    ),
+    outer_norms={"ln_f": FINAL_NORM},
+    position=ByConfig(key="alibi", absent=False, values={False: PositionKind.ROPE, True: PositionKind.ALIBI}),
+    residual=ByConfig(
+        key="new_decoder_architecture",
+        absent=False,
+        values={
+            True: Residual.PARALLEL,
+            False: ByConfig(
+                key="parallel_attn",
+                absent=True,
+                values={True: Residual.PARALLEL, False: Residual.SEQUENTIAL},
+            ),
+        },
+    ),
+    tiny_class="FalconForCausalLM",
+    tiny=BERT_TINY,
+    variants=(
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        {"parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+)
+
+OLMO2 = replace(
+    LLAMA,
+    name="olmo2",
+    model_types=("olmo2",),
+    stacks=(replace(LLAMA_STACK, norms={**OUTPUT_NORMS, **QUERY_KEY_NORMS}),),
+    placement=NormPlacement.OUTPUT,
+    tiny_class="Olmo2ForCausalLM",
+    variants=(),
+)
+
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    model_types=("olmo3",),
+    windows="layer_types",
+    tiny_class="Olmo3ForCausalLM",
+    tiny={**LLAMA_TINY, "sliding_window": 8, "layer_types": [SLIDING, FULL]},
+)
+
+EXAONE4 = replace(
+    OLMO2,
+    name="exaone4",
+    model_types=("exaone4",),
+    windows="layer_types",
+    positions_need_window=True,
+    tiny_class="Exaone4ForCausalLM",
+    tiny={**LLAMA_TINY, "head_dim": 8, "sliding_window": 8, "layer_types": [SLIDING, FULL]},
+    variants=({"sliding_window": None, "layer_types": [FULL, FULL]},),
+)
+
+OLMO = replace(
+    LLAMA,
+    name="olmo",
+    model_types=("olmo",),
+    norm_kind=NormKind.LAYER_NORM,  # without weights
+    clips_projections="clip_qkv",
+    tiny_class="OlmoForCausalLM",
+    variants=({"clip_qkv": 0.5, "tie_word_embeddings": True},),
 )

@@ -96,13 +96,23 @@ class Family:
     variants: tuple[Mapping[str, Any], ...] = ()  # further tiny configs, as changes to `tiny`
     residual: Residual | ByConfig = Residual.SEQUENTIAL
     other: Mapping[str, OuterUse] = field(default_factory=dict)  # projections that have no role in a block
-    interleaves_heads: bool = False  # fused rows alternate head by head instead of lying end to end
+    # Fused rows lie end to end, or once for each head of keys, or in this number of parts.
+    fused_rows: Literal["end to end", "by head"] | int | ByConfig = "end to end"
     norm_gain_offset: float = 0.0  # the gain is offset + weight
     scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
+    # Config fields with factors: of embeddings, of each sublayer's output, and of the logits.
+    embedding_multiplier: str | None = None
+    residual_multiplier: str | None = None
+    logit_multiplier: str | None = None
+    logit_divisor: str | None = None
     scales_tied_head: bool | ByConfig = False  # a tied head reads its input times 1 / sqrt(hidden)
     position_offset: int = 0  # rows before the first position
     counts_from_padding: bool = False  # positions begin behind row `pad_token_id`, and padding has that row
     windows: Literal["none", "every layer", "layer_types"] = "none"  # which layers have config.sliding_window
+    rotates_neighbours: bool = False  # features 2i and 2i + 1, instead of i and i + half
+    fixed_theta: float | None = None  # of rotations that the class makes itself, of config.rotary_dim
+    positions_need_window: bool = False  # layers without one have no positions, where other layers have one
+    clips_projections: str | None = None  # config field with the limit of queries, keys and values
     softcaps_scores: bool = False  # by config.attn_logit_softcapping
     softcaps_logits: bool = False  # by config.final_logit_softcapping
     names: Mapping[str, str] = field(default_factory=dict)  # newer module name -> name in checkpoints
@@ -129,6 +139,13 @@ SANDWICH_NORMS = {
     "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, READ_BY_ATTENTION),
     "post_attention_layernorm": NormRow(NormPlace.AFTER_ATTENTION),
     "pre_feedforward_layernorm": NormRow(NormPlace.BEFORE_FFN, READ_BY_FFN),
+    "post_feedforward_layernorm": NormRow(NormPlace.AFTER_FFN),
+}
+ONE_NORM_FOR_BOTH = {  # attention and FFN side by side
+    "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, (*READ_BY_ATTENTION, *READ_BY_FFN))
+}
+OUTPUT_NORMS = {
+    "post_attention_layernorm": NormRow(NormPlace.AFTER_ATTENTION),
     "post_feedforward_layernorm": NormRow(NormPlace.AFTER_FFN),
 }
 QUERY_KEY_NORMS = {

@@ -32,6 +32,7 @@ class Origin:
     norm: int = -1  # the index of the norm call that computed it
     after: frozenset[int] = frozenset()  # linear calls that contributed, across norms
     root: int = 0  # id of the first tensor with these values
+    addends: frozenset[int] = frozenset()  # roots of the two tensors that it is the sum of
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,7 @@ class Watch(TorchFunctionMode):
         elif name in _SUMS:
             if len(before) == 2:
                 self._sum(before[0], before[1])
+                joined = replace(joined, addends=frozenset({before[0].root, before[1].root}))
         elif joined.curve is not None and name not in _KEEPING:  # the square of a ReLU is another curve
             joined = replace(joined, curve=Activation.OTHER)
         self.flow.put(result, joined)
@@ -208,17 +210,19 @@ class Watch(TorchFunctionMode):
         return replace(joined, is_gated=len(roots) == 1)
 
     def _sum(self, one: Origin, other: Origin) -> None:
-        """A residual sum of a linear's output with the norm's input (pre-norm) or output (post-norm)."""
+        """A residual sum of a linear's output, or of its norm, with the stream before or behind the norm."""
         for added, stream in ((one, other), (other, one)):
             for number in added.after - stream.after:
                 call = self.flow.calls[number]
                 if self.flow.placements.setdefault(number, None) or not call.origin.parts:
                     continue
                 reads = {self.flow.calls[up].origin for up, _ in call.origin.parts}
+                if added.norm >= 0 and stream.root in {origin.root for origin in reads}:
+                    self.flow.placements[number] = NormPlacement.OUTPUT
                 for norm in (self.flow.norms[origin.norm] for origin in reads if origin.norm >= 0):
                     if stream.root == self.flow.of(norm.output).root:
                         self.flow.placements[number] = NormPlacement.POST
-                    elif stream.root == norm.origin.root:
+                    elif norm.origin.root in (stream.root, *stream.addends):
                         is_normed = added.norm >= 0
                         placed = NormPlacement.SANDWICH if is_normed else NormPlacement.PRE
                         self.flow.placements[number] = placed

@@ -48,7 +48,7 @@ class ObservedFfn:
     kind: FfnKind
     activation: Activation
     hidden_features: int
-    norm_kind: NormKind | None  # None: no norm stands before it
+    norm_kind: NormKind | None  # None: no norm stands before it or on its output
     placement: NormPlacement | None
     calls: int = 1
 
@@ -197,6 +197,8 @@ def _ffns_in(flow: ForwardPass) -> Iterator[ObservedFfn]:
             continue
         counts[call.name] = counts.get(call.name, 0) + 1
         norm = next((flow.norms[up.origin.norm] for up in ups if up.origin.norm >= 0), None)
+        if flow.placements[number] is NormPlacement.OUTPUT:
+            norm = next(norm for norm in flow.norms if (number, "") in norm.origin.parts)
         ffns.setdefault(
             call.name,
             ObservedFfn(

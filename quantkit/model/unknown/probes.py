@@ -18,6 +18,7 @@ from quantkit.model.model_map import Activation, NormKind
 
 CURVES: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.RELU: F.relu,
+    Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
     Activation.SILU: F.silu,
@@ -47,7 +48,8 @@ def curve_of(function: Callable[[Tensor], Tensor] | None) -> Activation:
 def norm_kind_of(module: nn.Module) -> NormKind | None:
     """LayerNorm or RMSNorm by its invariances; None for a module that is no norm over the last axis."""
     parameters = list(module.parameters())
-    if not parameters or any(parameter.dim() != 1 for parameter in parameters) or list(module.children()):
+    sizes = [tuple(parameter.shape) for parameter in parameters] or [getattr(module, "normalized_shape", ())]
+    if any(len(size) != 1 for size in sizes) or list(module.children()):
         return None
     try:
         norm = copy.deepcopy(module).to_empty(device="cpu").double().eval()
@@ -55,7 +57,7 @@ def norm_kind_of(module: nn.Module) -> NormKind | None:
         with torch.no_grad(), torch.device("cpu"):
             for parameter in norm.parameters():
                 parameter.copy_(1 + torch.rand(parameter.shape, generator=random, dtype=torch.float64))
-            x = SPREAD * torch.randn(4, len(parameters[0]), generator=random, dtype=torch.float64)
+            x = SPREAD * torch.randn(4, *sizes[0], generator=random, dtype=torch.float64)
             plain, scaled, shifted = norm(x), norm(3 * x), norm(x + SPREAD)
             is_norm = torch.allclose(plain, scaled, rtol=1e-3, atol=1e-3) and not torch.allclose(plain, x)
             ignores_mean = torch.allclose(plain, shifted, rtol=1e-3, atol=1e-3)

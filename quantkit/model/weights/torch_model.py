@@ -20,6 +20,7 @@ from quantkit.model.families import family_of
 from quantkit.model.load import Source, make_config, make_model, parameters_without_storage
 from quantkit.model.model_map import ModelMap, NormKind, Role
 from quantkit.model.names import checkpoint_name
+from quantkit.model.unknown.probes import norm_kind_of
 from quantkit.model.weights.tensors import TensorSource
 
 CHUNK_VALUES = 1 << 22
@@ -149,9 +150,9 @@ def _match_map(module: nn.Module, model_map: ModelMap, modules: dict[str, str]) 
     """Give the module the map's changed norms, added biases and untied head."""
     for norm in model_map.norms:
         current: Any = module.get_submodule(modules[norm.name])
-        if norm.kind is NormKind.RMS_NORM and isinstance(current, nn.LayerNorm):
+        if norm.kind is NormKind.RMS_NORM and norm_kind_of(current) is NormKind.LAYER_NORM:
             with torch.device("meta"):
-                replacement = RmsNorm(norm.features, norm.epsilon)
+                replacement = RmsNorm(norm.features, norm.epsilon, offset=model_map.norm_gain_offset)
             for name in (norm.name, *norm.aliases):
                 _set(module, modules[name], replacement)
     tables = {id(module.get_submodule(modules[table.name]).weight) for table in model_map.embeddings}

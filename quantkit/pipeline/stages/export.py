@@ -292,7 +292,7 @@ def require_tensors(contents: Contents, weights: TensorSource, where: str) -> No
     names = [weight_name(layer) for pack in contents.packs for layer in pack.layers]
     names += [f"{layer.matrix}.bias" for pack in contents.packs for layer in pack.layers if layer.has_bias]
     names += [f"{entry.table.name}.weight" for entry in contents.tables if not entry.shares]
-    names += [f"{norm.name}.weight" for norm in contents.norms]
+    names += [f"{norm.name}.weight" for norm in contents.norms if norm.num_parameters]
     names += [f"{name}.bias" for name in contents.norm_biases]
     names += [name for name, _ in contents.loose]
     require_names(weights, names, where)

@@ -167,6 +167,7 @@ def quantize_cache(resolved: Resolved, prepared: Prepared, exported: Exported) -
                     values[2 * number + 1],
                     where=block.name,
                     rotary_dim=block.attentions[0].rotary_dim,
+                    is_interleaved=block.attentions[0].rope_interleaved,
                 )
             count(window_T.size)
     del decoder

@@ -242,6 +242,8 @@ def _block_rows(scope: Scope) -> list[Row]:
         else:
             rows += _attention_rows(scope, sublayer, projections, head_norms)
         rows += [norm_row(scope, norm) for norm in slots["output", index]]
+        if block.residual_scale != 1:
+            rows.append(make_row(scope, "other", "residual scale", "scale", shape))
         if not is_parallel:
             rows.append(make_row(scope, "other", "residual add", "add", shape, operands=2))
         rows += [norm_row(scope, norm) for norm in slots["sum", index]]
@@ -371,6 +373,8 @@ def _head_rows(scope: Scope, layers: Sequence[Layer], norms: Sequence[Norm]) -> 
     if model.head_scale and heads:
         rows.append(make_row(scope, "head", "head scale", "scale", scope.shape(heads[0].in_features)))
     rows += [matmul(scope, "head", "lm_head", [layer], "B*L*d*V") for layer in heads]
+    if model.logit_scale and heads:
+        rows.append(make_row(scope, "head", "logit scale", "scale", rows[-1].output_shape))
     if model.final_softcap and heads:
         rows.append(make_row(scope, "head", "logit softcap", "softcap", rows[-1].output_shape))
     return rows + _unmapped_rows(scope)

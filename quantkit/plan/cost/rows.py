@@ -29,6 +29,7 @@ FLOPS_PER_ELEMENT = {
     "layer_norm": 7,  # mean, subtract, square, sum, normalise, gain, bias
     "rms_norm": 4,  # square, sum, normalise, gain
     "relu": 1,
+    "relu_squared": 2,
     "gelu": 5,  # divide, erf, add, two products
     "gelu_tanh": 8,  # cube (2), scale, add, scale, tanh, add, product with the halved input
     "silu": 4,  # negate, exp, add, divide

@@ -33,7 +33,7 @@ from quantkit.quantization.layout import (
     Part,
     TableEntry,
 )
-from quantkit.quantization.projections import bias_of, is_transposed, runs_of, weight_name
+from quantkit.quantization.projections import bias_of, gain_of, is_transposed, runs_of, weight_name
 from quantkit.quantization.rounding import FITS, PLAIN, Fit
 from quantkit.quantization.rounding.errors import Sums, loses_more, sums_of
 from quantkit.quantization.rounding.rtn import round_to_nearest
@@ -126,8 +126,7 @@ def quantized_parts(
             yield from rounding.table(entry)
         for norm in contents.norms:
             # The offset goes into the gain, so that nothing later needs to know of it.
-            gain_I = source.read(f"{norm.name}.weight").reshape(-1) + np.float32(gain_offset)
-            yield f"{norm.name}.weight", gain_I
+            yield f"{norm.name}.weight", gain_of(source, norm, gain_offset)
             if norm.name in contents.norm_biases:
                 yield f"{norm.name}.bias", source.read(f"{norm.name}.bias")
         for name, _ in contents.loose:

@@ -74,7 +74,7 @@ class Draft:
             if table.name in names and table.tied_to is None:
                 self.edits[f"{table.name}.weight"].append(Along(axis=1, action=action))
         for norm in self.map.norms:
-            if norm.name in names:
+            if norm.name in names and norm.num_parameters:
                 gain = Along(axis=0, action=action, offset=self.map.norm_gain_offset)
                 self.edits[f"{norm.name}.weight"].append(gain)
                 if norm.num_parameters > norm.features:

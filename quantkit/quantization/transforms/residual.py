@@ -133,6 +133,7 @@ def _reason_against_all(
     """The reason against any change of basis: a reader or writer of the stream is unknown."""
     strays = [layer.name for layer in model_map.layers if layer.role is Role.OTHER and layer.block]
     strays += [layer.name for layer in strays_of(model_map)]
+    strays += [norm.name for norm in model_map.norms if norm.place is NormPlace.OTHER]
     strays += [entry.name for entry in model_map.unmapped]
     wrong = [layer.name for layer in readers if layer.in_features != model_map.hidden_size]
     wrong += [layer.name for layer in writers if layer.out_features != model_map.hidden_size]
@@ -155,9 +156,9 @@ def _reason_against_rotation(
     placements = {block.norm_placement for block in model_map.blocks}
     if NormPlacement.POST in placements:
         return "post-norms: their gains scale the residual itself and have no reader to go into alone", False
-    if NormPlacement.SANDWICH in placements:
+    for placement in placements & {NormPlacement.SANDWICH, NormPlacement.OUTPUT}:
         return (
-            "sandwich norms: the gain on each sublayer's output stands between the writer and the residual",
+            f"{placement} norms: the gain on each sublayer's output stands between writer and residual",
             False,
         )
     by_name = {space.name: space for space in norm_outputs}

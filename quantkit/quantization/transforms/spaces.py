@@ -132,6 +132,7 @@ def _reason_against_scales(
     wrong = [layer for layer in readers if layer.in_features != norm.features]
     is_read_inside = any(layer.block and not layer.is_cross_attention for layer in readers)
     reasons = {
+        "it has no gain that could take the scales": not norm.num_parameters,
         f"a post-norm: its output also is {stream}": placements.get(norm.block or "") is NormPlacement.POST,
         f"it normalises a sublayer's output, which is added to {stream}": (
             not readers and norm.place in (NormPlace.AFTER_ATTENTION, NormPlace.AFTER_FFN)
@@ -166,7 +167,13 @@ def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
     if block.ffn:
         yield _ffn_hidden(block, members, stray)
     for attention in block.attentions:
-        yield _value_heads(block, attention, members, stray)
+        wide = [
+            norm
+            for norm in model_map.norms
+            if norm.block == block.name and norm.features > attention.head_dim
+        ]
+        has_wide_norm = any(norm.place is NormPlace.QUERY for norm in wide)
+        yield _value_heads(block, attention, members, stray, has_wide_norm=has_wide_norm)
 
 
 def _names(members: Sequence[Layer], *roles: Role, is_cross: bool = False) -> tuple[str, ...]:
@@ -201,10 +208,19 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
     )
 
 
-def _value_heads(block: Block, attention: Attention, members: Sequence[Layer], stray: str | None) -> Space:
+def _value_heads(
+    block: Block,
+    attention: Attention,
+    members: Sequence[Layer],
+    stray: str | None,
+    *,
+    has_wide_norm: bool,
+) -> Space:
     cross = attention.is_cross
     has_head_bias = attention.position in (PositionKind.ALIBI, PositionKind.RELATIVE)
-    not_moved = "each head has a position bias of its own, so heads cannot change places"
+    clipped = "its values are clipped, each by the same limit" if attention.clip else None
+    owned = "position bias" if has_head_bias else "gain" if has_wide_norm else ""
+    not_moved = f"each head has a {owned} of its own, so heads cannot change places" if owned else None
     return Space(
         name=f"{block.name}.{'cross_' if cross else ''}value_heads",
         kind="value_heads",
@@ -214,10 +230,10 @@ def _value_heads(block: Block, attention: Attention, members: Sequence[Layer], s
         block=block.name,
         forbidden=forbidden(
             stray or "each head weighs its values with weights of its own, so heads cannot be mixed",
-            diagonal=stray,
+            diagonal=stray or clipped,
             permutation=stray,
-            per_head_orthogonal=stray,
-            head_permutation=stray or (not_moved if has_head_bias else None),
+            per_head_orthogonal=stray or clipped,
+            head_permutation=stray or not_moved,
         ),
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,

@@ -39,12 +39,23 @@ IDS = GENERATOR.integers(2, 60, (2, 9))
 MASK = np.ones_like(IDS)
 MASK[1, 6:] = 0
 STEPS = 6
-# Neither has a row in the families table: one fuses query, key and value with grouped keys, one gates.
+# Neither has a row in the families table: one looks back a few tokens, one fuses query, key and value.
 UNKNOWN = {
-    "gptj": ("GPTJForCausalLM", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
-    "gpt_bigcode": (
-        "GPTBigCodeForCausalLM",
-        {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40},
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 40,
+        },
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 40},
     ),
 }
 DECODERS = {
