@@ -30,6 +30,7 @@ from quantkit.pipeline.folder import (
     require_replaceable,
 )
 from quantkit.plan.targets import TARGETS
+from quantkit.runtime.chat import CONFIG_FILE, TEMPLATE_FILE, has_chat_template
 from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.manifest import MANIFEST, read_manifest, require_whole, sha256_of
 from quantkit.runtime.providers.compiled import model_hash
@@ -38,6 +39,7 @@ PACKAGE = Path(quantkit.__file__).parent
 RUNNER, STATIC_RUNNER, DEVICE = (  # both runners import DEVICE
     PACKAGE / "runtime" / "on_device" / name for name in ("run_growing.py", "run_static.py", "device.py")
 )
+CHAT = DEVICE.with_name("chat.py")
 PAGE, STATIC_PAGE = (PACKAGE / "assets" / "runner" / name for name in ("README.md", "README-npu.md"))
 LICENSE = "license of the model"
 FORMAT = 1  # of a package's manifest
@@ -48,6 +50,10 @@ PURPOSES: dict[str, str] = {
     "config.json": "the model's facts, with the tokens that end a text",
     "generation_config.json": "the tokens that end a text, where these differ",
     "genai_config.json": "for running it with onnxruntime-genai instead",
+}
+CHAT_PURPOSES = {
+    TEMPLATE_FILE: "turns of a chat as the model was trained on them",
+    CONFIG_FILE: "special tokens of a chat",
 }
 
 
@@ -262,6 +268,15 @@ def _members(
             purpose="what that stands on: onnxruntime, tokenizers and numpy are all it imports",
         ),
     }
+    if kind.name == DECODER.name and has_chat_template(folder):
+        members |= {
+            name: Member(content=folder / name, purpose=text)
+            for name, text in CHAT_PURPOSES.items()
+            if name in files
+        }
+        runner[CHAT.name] = Member(
+            content=CHAT, purpose="renders a turn for `run.py --chat`; needs jinja2 too"
+        )
     readme = _readme(members, runner, kind, graphs, manifest, page)
     members |= {**runner, "README.md": Member(content=readme.encode())}
     document = {

@@ -37,7 +37,7 @@ LIBRARIES = {  # the one room that imports it
     "yaml": "recipe.py",
     "typer": "cli",
     "jinja2": "report",
-    "jinja2.sandbox": "runtime/chat.py",  # templates of checkpoints, which may only read what they are given
+    "jinja2.sandbox": "runtime/on_device/chat.py",  # templates of checkpoints
     "lm_eval": "evaluation/lm_eval",
     "websockets": "private",
 }

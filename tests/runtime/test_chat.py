@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from commands import quantkit as command
@@ -14,6 +16,7 @@ from transformers import AutoTokenizer
 import quantkit
 from quantkit.errors import InputError
 from quantkit.model.load import open_source
+from quantkit.pipeline.package import pack
 from quantkit.runtime.chat import conversation, open_chat_template
 
 pytestmark = pytest.mark.once
@@ -118,6 +121,28 @@ def test_the_answer_is_the_continuation_of_the_rendered_turns(artifact):
     assert model.chat("The king", max_new_tokens=4) == model.generate("u: The king\na:", max_new_tokens=4)
     with pytest.raises(InputError, match="messages"):
         model.chat([{"role": "user"}])
+
+
+def test_a_package_chats_too(artifact, tmp_path):
+    """With its template, special tokens and renderer; an artifact without a template has none of them."""
+    packed = pack(artifact, tmp_path / "packed").path
+    wanted = quantkit.load(artifact).chat(conversation("The king", "Be brief"), max_new_tokens=12)
+    asked = ("The king", "--chat", "--system", "Be brief", "--max-new-tokens", "12")
+    for options in (asked, (*asked, "--json")):
+        ran = run_package(packed, *options)
+        assert ran.returncode == 0, ran.stderr
+        assert (json.loads(ran.stdout)["text"] if "--json" in options else ran.stdout[:-1]) == wanted
+    (packed / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
+    ran = run_package(packed, *asked, "--no-check")
+    assert ran.returncode == 1 and "no system here" in ran.stderr and "Traceback" not in ran.stderr
+    off = {"accuracy": False, "latency": False, "memory": False}
+    plain = pack(quantkit.quantize("demo", output=tmp_path / "plain", **off).folder, tmp_path / "bare")
+    assert not {"chat.py", "chat_template.jinja", "tokenizer_config.json"} & {*plain.files}
+
+
+def run_package(folder, *arguments):
+    command = [sys.executable, "-E", "-s", "-B", str(folder / "run.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", check=False)
 
 
 def test_standard_input_is_a_prompt_or_a_turn(artifact, monkeypatch):

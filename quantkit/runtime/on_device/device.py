@@ -1,6 +1,6 @@
 """Shared by both runners: the files of the package, sessions, the command line, texts in and out.
 
-Needs onnxruntime, tokenizers and numpy alone, and onnxruntime-qnn for `--provider qnn`.
+Needs onnxruntime, tokenizers and numpy alone, jinja2 for `--chat`, and onnxruntime-qnn for `--provider qnn`.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def arguments(description: str | None, *providers: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("texts", nargs="*")
     parser.add_argument("--provider", choices=providers, default=providers[0])
+    parser.add_argument("--chat", action="store_true", help="answer in the model's chat template")
+    parser.add_argument("--system", help="the system's turn of a chat")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, help="of the draws")
@@ -186,6 +188,11 @@ def summary(outputs: Outputs, count: int) -> dict[str, Any]:
     }
 
 
+def turn(text: str, options: argparse.Namespace) -> str:
+    """A user's turn as the model was trained on it."""
+    return str(importlib.import_module("chat").rendered_here(HERE, text, options.system))
+
+
 def answer(
     options: argparse.Namespace,
     context: int | None,
@@ -208,8 +215,10 @@ def answer(
         prefix = sentence["prompts"].get(sentence["default_prompt"], "")
         lowercases = sentence["lowercases"]
     for text in options.texts:
-        read_text = (prefix + text).lower() if lowercases else prefix + text
-        encoding, num_new = tokenizer.encode(read_text), max(1, options.max_new_tokens) if generate else 0
+        whole = turn(text, options) if options.chat and generate else prefix + text
+        whole = whole.lower() if lowercases else whole
+        encoding = tokenizer.encode(whole, add_special_tokens=not options.chat)
+        num_new = max(1, options.max_new_tokens) if generate else 0
         if not encoding.ids or len(encoding.ids) + num_new > (context or sys.maxsize):
             sys.exit(f"{len(encoding.ids)} tokens and {num_new} new ones; allowed: 1 to {context} together")
         if generate is None:
@@ -221,7 +230,11 @@ def answer(
             tokens.append(token)
             so_far = tokenizer.decode(tokens)
             if not options.json and not so_far.endswith("\ufffd"):  # part of a character
-                print((text if not shown else "") + so_far[len(shown) :], end="", flush=True)
+                print(
+                    (text if not shown and not options.chat else "") + so_far[len(shown) :],
+                    end="",
+                    flush=True,
+                )
                 shown = so_far
         document = {"prompt": text, "text": tokenizer.decode(tokens), "tokens": tokens}
         print(json.dumps(document) if options.json else "")
