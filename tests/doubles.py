@@ -68,16 +68,21 @@ def make_subject(tiny_class: str, sizes: dict, folder: Path, dtype: torch.dtype 
     model.save_pretrained(folder)
     source = open_source(str(folder))
     model_map = inspect_source(source)
-    reference = (
-        model_class(tiny_class)
-        .from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-        .eval()
-    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(
+        torch.float64
+    )  # in which transformers 5 makes the rotary tables of GPT-J and CodeGen
+    try:
+        loaded = model_class(tiny_class).from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
+    finally:
+        torch.set_default_dtype(before)
     return Subject(
         source=source,
         map=model_map,
         tensors=open_weights(source, model_map, random_weights=False),
-        logits=logits_of(reference),
+        logits=logits_of(loaded.eval()),
     )
 
 

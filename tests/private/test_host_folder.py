@@ -43,7 +43,12 @@ def tensors_of(path):
 
 def original_tensors(model, model_map):
     """(what it is, its values) of every parameter and of the logical parts of fused ones."""
-    stays = {f"{norm.name}.weight" for norm in model_map.norms if norm.place in STAYS_PLACES}
+    stays = {
+        f"{norm.name}.{part}"
+        for norm in model_map.norms
+        if norm.place in STAYS_PLACES
+        for part in ("weight", "bias")
+    }
     stays |= {
         f"{each.matrix}.bias" for each in model_map.layers if each.role in STAYS_ROLES and not each.is_fused
     }
