@@ -69,9 +69,8 @@ def make_subject(tiny_class: str, sizes: dict, folder: Path, dtype: torch.dtype 
     source = open_source(str(folder))
     model_map = inspect_source(source)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(
-        torch.float64
-    )  # in which transformers 5 makes the rotary tables of GPT-J and CodeGen
+    # Transformers 5 makes the rotary tables of GPT-J and CodeGen in it.
+    torch.set_default_dtype(torch.float64)
     try:
         loaded = model_class(tiny_class).from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager"

@@ -26,7 +26,18 @@ CASES = decoder_cases()
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
 CASES += [
     pytest.param(name, {**FAMILIES[name].tiny, **WIDE}, id=f"{name}-wide")
-    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+    for name in (
+        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "phi", "smollm3"),
+        *("nemotron", "cohere", "cohere2", "helium", "ernie4_5", "glm", "olmo2", "exaone4"),
+    )
+]
+CASES += [
+    pytest.param(name, {**FAMILIES[name].tiny, **sizes}, id=f"{name}-wide")
+    for name, sizes in (
+        ("gptj", {"n_embd": 128, "rotary_dim": 16}),
+        ("codegen", {"n_embd": 128, "rotary_dim": 16}),
+        ("falcon", {"hidden_size": 128}),
+    )
 ]
 CASES.append(
     pytest.param(
