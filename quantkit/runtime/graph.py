@@ -21,6 +21,8 @@ MODEL_FILE = "model.onnx"
 PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"  # of a decoder whose shapes are fixed
 ENCODER_FILE = "encoder_model.onnx"
 PAST, PRESENT = "past_key_values", "present"
+# From 1.32 on, onnxruntime would round inputs of 16 bits to 8 in products whose weights are integers.
+INPUTS_AS_WRITTEN = ("session.qdq_matmulnbits_accuracy_level", "1")
 TYPES: dict[str, Any] = {
     "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
     "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
@@ -52,6 +54,7 @@ def open_graph(path: Path, *, threads: int | None = None, spins: bool = True) ->
     options.intra_op_num_threads = read_cpu().threads_for(threads)
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    options.add_session_config_entry(*INPUTS_AS_WRITTEN)
     if not spins:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not path.exists() and (path.parent / PROMPT_FILE).exists():
