@@ -19,6 +19,19 @@ from quantkit.pipeline.stages.export import NOTHING, Exported, ExportJob, export
 from quantkit.plan.select import choose
 from quantkit.quantization.calibration.statistics import InputStatistics
 
+# One family of each kind of rotation, norm, residual and head. Whole pipelines run over these in every test
+# run, and over the others with `scripts/test --all`; contracts of single graphs run over all of them.
+KINDS = (
+    *("gpt2", "opt", "gpt_neox", "llama", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "gptj", "falcon"),
+    *("cohere2", "olmo2", "bert", "roberta", "distilbert", "albert", "t5"),
+    *("ws_ffn", "quantkit_reference", "quantkit_one_wide"),
+)
+
+
+def slow_unless_of_a_kind(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in KINDS else (pytest.mark.slow,)
+
+
 DECODERS = (
     "gpt2",
     "opt",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from calibrating import check, everything, inputs_of
-from exporting import build_tiny
+from exporting import build_tiny, slow_unless_of_a_kind
 
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
@@ -19,7 +19,7 @@ RUN_WHOLE = {
     "quantkit_one_wide": "does not read the output",
 }
 CASES = [
-    pytest.param(name, {**row.tiny, **variant}, id=f"{name}-{number}")
+    pytest.param(name, {**row.tiny, **variant}, id=f"{name}-{number}", marks=slow_unless_of_a_kind(name))
     for name, row in FAMILIES.items()
     for number, variant in enumerate(({}, *row.variants))
 ]

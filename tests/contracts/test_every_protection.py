@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from doubles import InDouble, logits_of, subject
-from exporting import DECODERS, build_tiny, decoder_cases, error
+from exporting import DECODERS, build_tiny, decoder_cases, error, slow_unless_of_a_kind
 from protecting import ALL, orderless, split, split_run, whole_run, whole_text
 
 from quantkit.export.fused.split import read_blocks
@@ -28,7 +28,10 @@ from quantkit.runtime.decoder import open_decoder
 
 KEY = Key(secret=bytes(range(32)), model="ab" * 32)
 IDS = np.random.default_rng(0).integers(1, 60, (2, 14))
-CASES = decoder_cases()
+CASES = [
+    pytest.param(*case.values, id=case.id, marks=slow_unless_of_a_kind(case.values[0]))
+    for case in decoder_cases()
+]
 IN_DOUBLE = [
     pytest.param(name, index, id=f"{name}-{index}")
     for name in DECODERS

@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from exporting import build_tiny
+from exporting import KINDS, build_tiny
 
 from quantkit import cli
 from quantkit.model.families import FAMILIES
@@ -33,23 +33,6 @@ PACKAGES = ("numpy", "torch", "transformers", "onnx", "onnxruntime", "optimum-on
 FEW = ("--calibration-windows", "4", "--calibration-length", "32", "--calibration-text", "ids.npy")
 STATIC = ("--target", "npu", "--prompt-length", "6", *FEW)
 TRACED = ("bloom", "t5", "quantkit_one_wide")  # each takes seconds
-STATIC_FAMILIES = (  # one of each kind of rotation, norm and residual; the others are slow runs
-    *(
-        "gpt2",
-        "opt",
-        "gpt_neox",
-        "llama",
-        "qwen3",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "phi3",
-        "gptj",
-        "falcon",
-        "cohere2",
-    ),
-    *("olmo2", "bert", "roberta", "distilbert", "albert", "ws_ffn", "quantkit_reference"),
-)
 WIDE = {
     "hidden_size": 128,
     "num_attention_heads": 4,
@@ -73,14 +56,14 @@ def default_runs() -> list[Run]:
     return [
         Run(f"{family}-{variant}", family, FEW, variant)
         for family, row in FAMILIES.items()
-        if family not in TRACED
+        if family in KINDS and family not in TRACED
         for variant in range(1 + len(row.variants))
     ]
 
 
 def static_runs() -> list[Run]:
     """Graphs of fixed shapes."""
-    return [Run(f"{name}-npu", name, STATIC) for name in STATIC_FAMILIES] + [
+    return [Run(f"{name}-npu", name, STATIC) for name in KINDS if name not in TRACED] + [
         Run("gpt2-npu-8", "gpt2", (*STATIC, "--scheme", "int8_static8")),
         Run("gpt2-openvino", "gpt2", ("--target", "openvino", "--prompt-length", "6", *FEW)),
         Run("bert-openvino", "bert", ("--target", "openvino", "--prompt-length", "6", *FEW)),
@@ -138,7 +121,13 @@ RUNS = [
 ]
 SLOW_RUNS = [
     *(Run(f"{family}-traced", family, FEW) for family in TRACED),
-    *(Run(f"{name}-npu", name, STATIC) for name in FAMILIES if name not in (*TRACED, *STATIC_FAMILIES)),
+    *(
+        Run(f"{family}-{variant}", family, FEW, variant)
+        for family, row in FAMILIES.items()
+        if family not in (*TRACED, *KINDS)
+        for variant in range(1 + len(row.variants))
+    ),
+    *(Run(f"{name}-npu", name, STATIC) for name in FAMILIES if name not in (*TRACED, *KINDS)),
 ]
 
 

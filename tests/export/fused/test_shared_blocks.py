@@ -74,11 +74,18 @@ def codes_read(path, name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"ffn_kind": "standard", "hidden_act": "relu", "norm_kind": "layer_norm", "uses_bias": True},
-        {"encoder_ffn": "own", "decoder_ffn": "own", "tie_word_embeddings": True},
+        pytest.param({}, id="gated"),
+        pytest.param(
+            {"ffn_kind": "standard", "hidden_act": "relu", "norm_kind": "layer_norm", "uses_bias": True},
+            id="standard",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"encoder_ffn": "own", "decoder_ffn": "own", "tie_word_embeddings": True},
+            id="unshared",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["gated", "standard", "unshared"],
 )
 def test_an_encoder_decoder_goes_the_whole_way(changes, tmp_path):
     """Float and INT8, whole and token by token, against torch and the checkpoint read back into it."""
