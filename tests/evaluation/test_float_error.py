@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from exporting import build_tiny, export
+from exporting import build_tiny, export, slow_unless_of_a_kind
 
 from quantkit import quantize
 from quantkit.evaluation.float_error import check_prompts, float_error
@@ -36,7 +36,10 @@ def save_tiny(family: str, folder, **sizes) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TRACED])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=slow_unless_of_a_kind(name)) for name in FAMILIES if name not in TRACED],
+)
 def test_float_graphs_of_every_family_equal_transformers_without_eval(family, tmp_path):
     report = quantize(save_tiny(family, tmp_path / "model"), output=tmp_path / "out", **QUICK).report
     assert report.float_error is not None
