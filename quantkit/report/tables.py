@@ -11,7 +11,7 @@ import io
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -68,8 +68,9 @@ def print_page(page: Page) -> None:
     for line in page.head:
         console.print(Text(line))
     for table in page.tables:
-        console.print()
-        console.print(_rich(table, console.width))
+        for part in _parts(table, console.width):
+            console.print()
+            console.print(_rich(part, console.width))
     if page.foot:
         console.print()
     for line in page.foot:
@@ -78,6 +79,35 @@ def print_page(page: Page) -> None:
         console.print(Text(f"warning: {line}", style="bold yellow"))
     for line in page.alarms:
         console.print(Text(line, style="bold red"))
+
+
+def _parts(table: Table, width: int) -> list[Table]:
+    """The table, or several beside the same labels where their figures have no room on one screen."""
+    labels = tuple(column for column in table.columns if column not in table.numeric)
+    least = {column: _least_width(table, index) for index, column in enumerate(table.columns)}
+    room = width - sum(least[column] for column in labels)
+    parts: list[tuple[str, ...]] = [()]
+    for column in table.columns[len(labels) :]:
+        if sum(least[part] + GAP for part in (*parts[-1], column)) > room and parts[-1]:
+            parts.append(())
+        parts[-1] += (column,)
+    if len(parts) == 1 or table.columns[: len(labels)] != labels:
+        return [table]
+    return [_columns_of(table, (*labels, *part)) for part in parts]
+
+
+def _least_width(table: Table, index: int) -> int:
+    """Of a column whose words are whole."""
+    column = table.columns[index]
+    cells = [row[index] for row in table.rows]
+    texts = cells if column in table.numeric else [word for cell in cells for word in cell.split()]
+    return max(map(len, (*column.split(), *texts)), default=0)
+
+
+def _columns_of(table: Table, columns: tuple[str, ...]) -> Table:
+    places = [table.columns.index(column) for column in columns]
+    rows = tuple(tuple(row[place] for place in places) for row in table.rows)
+    return replace(table, columns=columns, rows=rows)
 
 
 def _rich(table: Table, width: int) -> RichTable:
