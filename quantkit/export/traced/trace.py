@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import InputError
 from quantkit.model.families import FAMILIES
@@ -63,6 +64,7 @@ def trace(
         from optimum.exporters.onnx import onnx_export_from_model
 
         model = reference_model(source)
+        _require_full_precision(model, folder)
         model.config.use_cache = task.endswith("-with-past")
         model.config._name_or_path = str(out_dir)  # where optimum looks for a tokenizer: a name means the Hub
         try:
@@ -81,6 +83,29 @@ def trace(
                 next_step="use a model of a family that is emitted directly, or report this architecture",
             ) from error
     return tuple(sorted(out_dir.glob("*.onnx")))
+
+
+class _Roundings(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operator gives numbers in half precision."""
+
+    occurred = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.occurred |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
+        return result
+
+
+def _require_full_precision(model: Any, folder: Path) -> None:
+    """Refuse a float32 model that rounds to half precision on its way: the exporter leaves that out."""
+    with torch.inference_mode(), _Roundings() as roundings:  # type: ignore[no-untyped-call]
+        model(**model.dummy_inputs)
+    if roundings.occurred:
+        raise InputError(
+            f"{type(model).__name__} rounds to bfloat16 or float16 within, which no traced graph would do",
+            where=str(folder),
+            next_step="use a model of a family that is emitted directly; Falcon is, without 'alibi'",
+        )
 
 
 def why_not_trace() -> str | None:

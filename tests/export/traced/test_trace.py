@@ -328,3 +328,19 @@ def test_without_optimum_the_way_to_get_it_is_said(tmp_path, monkeypatch):
         tracing.trace(tmp_path, tmp_path, model_type="bloom", architecture="BloomForCausalLM")
     assert "pip install 'quantkit-onnx[trace]'" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@needs_optimum
+def test_a_model_that_rounds_to_half_precision_within_is_refused(tmp_path):
+    """Falcon's ALiBi is a product in bfloat16; the exporter makes it one in float32, far off at place 300."""
+    sizes = {
+        **FAMILIES["falcon"].tiny,
+        "alibi": True,
+        "multi_query": False,
+        "parallel_attn": False,
+        "bias": True,
+    }
+    build_tiny("FalconForCausalLM", sizes).save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match="rounds to bfloat16"):
+        trace(tmp_path / "model", tmp_path / "out", model_type="falcon", architecture="FalconForCausalLM")
+    assert not list(tmp_path.glob("out/*"))
