@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -12,7 +12,7 @@ from quantkit.export.probes import format_name
 from quantkit.pipeline.estimate import Sizes, StageEstimate, estimate
 from quantkit.pipeline.options import Options, with_options
 from quantkit.pipeline.quantize import Run, recipe_of, resolved_run
-from quantkit.pipeline.rates import Rates, measure_rates
+from quantkit.pipeline.rates import measure_rates
 from quantkit.pipeline.stages.export import companion_bytes, expected_bytes
 from quantkit.pipeline.stages.export_static import expected_static_bytes
 from quantkit.pipeline.stages.prepare import unprepared
@@ -66,7 +66,6 @@ def dry_run(
     force: bool = False,
     trust_remote_code: bool = False,
     quiet: bool = True,
-    rates: Rates | None = None,
     **options: Unpack[Options],
 ) -> DryRun:
     """What `quantize` would do with these arguments; it refuses what `quantize` refuses before its work.
@@ -78,7 +77,6 @@ def dry_run(
         force: Whether an older artifact may be replaced.
         trust_remote_code: Run code that ships with the checkpoint.
         quiet: Write no progress to stderr.
-        rates: Rates of a machine; None measures those of this one.
         **options: Keys of the recipe, see `Options`.
 
     >>> forecast = dry_run("demo")
@@ -106,7 +104,7 @@ def dry_run(
     stages: tuple[StageEstimate, ...] = ()
     if not decided.searches:
         sizes = Sizes(prepared=prepared, job=job, model_bytes=model_bytes)
-        stages = estimate(sizes, rates or measure_rates(*_typical_shape(plan.layers)))
+        stages = estimate(sizes, measure_rates(*_typical_shape(plan.layers)))
     return DryRun(
         model=model_map.name,
         output=str(folder),
@@ -131,9 +129,22 @@ def dry_run(
         companion_bytes=companion_bytes(resolved.source, model_map, decided.target),
         stages=stages,
         peak_bytes=max((stage.peak_bytes for stage in stages), default=None),
-        minutes=sum(stage.seconds for stage in stages) / 60 if stages else None,
+        minutes=minutes_of(stages),
         notes=(*model_map.notes, *resolved.notes, *_true(notes)),
     )
+
+
+def in_new_process(forecast: DryRun, start_seconds: float) -> DryRun:
+    """The forecast of a command, which imports its libraries before its first stage."""
+    if not forecast.stages:
+        return forecast
+    start = StageEstimate(name="start", seconds=start_seconds, peak_bytes=0)
+    stages = (start, *forecast.stages)
+    return replace(forecast, stages=stages, minutes=minutes_of(stages))
+
+
+def minutes_of(stages: Sequence[StageEstimate]) -> float | None:
+    return sum(stage.seconds for stage in stages) / 60 if stages else None
 
 
 def _typical_shape(layers: Sequence[LayerPlan]) -> tuple[int, int]:

@@ -172,7 +172,7 @@ def stages(sizes: Sizes, rates: Rates) -> Iterator[Stage]:
     recipe = sizes.prepared.resolved.recipe
     for name in recipe.transforms:
         yield from _transform(sizes, name)
-    yield from _calibration(sizes, "calibration", _needed(sizes))
+    yield from _calibration(sizes, statistics_needs(sizes.prepared))
     yield _export(sizes)
     if recipe.cache != "float32":
         tokens = CACHE_WINDOWS * sizes.within(recipe.calibration.length)
@@ -195,7 +195,7 @@ def _transform(sizes: Sizes, name: str) -> Iterator[Stage]:
         reading = Work(operations=READ * sizes.num_parameters)
         yield Stage(name="outliers", work=work + reading, held_bytes=2 * _largest_block_bytes(sizes))
     elif TRANSFORMS[name].statistic:
-        yield from _calibration(sizes, f"calibration for {name}", dict.fromkeys(_planned(sizes), frozenset()))
+        yield from _calibration(sizes, dict.fromkeys(_planned(sizes), frozenset[str]()))
         weights = sum(pack.in_features * pack.out_features for pack in sizes.packs)
         tries = Work(macs=NUM_ROWS * weights, operations=(ROUND + READ) * weights) * len(GRID)
         yield Stage(name=f"{name}: strengths", work=tries, held_bytes=2 * _largest_pack_bytes(sizes))
@@ -210,11 +210,7 @@ def _planned(sizes: Sizes) -> list[str]:
     return sorted({layer.matrix for layer in sizes.model_map.layers if layer.name in sizes.prepared.planned})
 
 
-def _needed(sizes: Sizes) -> dict[str, frozenset[str]]:
-    return statistics_needs(sizes.prepared)
-
-
-def _calibration(sizes: Sizes, name: str, needs: dict[str, frozenset[str]]) -> Iterator[Stage]:
+def _calibration(sizes: Sizes, needs: dict[str, frozenset[str]]) -> Iterator[Stage]:
     """Blocks over all windows, after two batches that record their calls."""
     if not needs:
         return
@@ -236,7 +232,7 @@ def _calibration(sizes: Sizes, name: str, needs: dict[str, frozenset[str]]) -> I
     hidden = 4 * (sizes.model_map.hidden_size or 0) * tokens * len(sizes.model_map.blocks)
     work += Work(operations=READ * sizes.num_parameters, file_bytes=stored + hidden)
     work += sizes.forward(3 * recipe.calibration.gradient_windows * length, length)
-    yield Stage(name=name, work=work, held_bytes=sizes.float_bytes + held)
+    yield Stage(name="calibration", work=work, held_bytes=sizes.float_bytes + held)
 
 
 def _export(sizes: Sizes) -> Stage:

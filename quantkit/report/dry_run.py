@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quantkit.report.figures import megabytes
+from quantkit.report.figures import figures, megabytes
 from quantkit.report.inspection import plan_lines
 from quantkit.report.tables import Json, Page
+
+LONGEST = 3  # stages that are named
 
 
 def dry_run_page(document: Json) -> Page:
@@ -25,4 +27,11 @@ def _head(document: Json) -> Iterable[str]:
         f"size: {megabytes(model)} MB of graph and weights, {model / source:.3f} of the source's "
         f"{megabytes(source)} MB, and {megabytes(document['companion_bytes'])} MB of tokenizer and configs"
     )
+    stages = document["stages"]
+    if stages:
+        peak = max(stages, key=lambda stage: stage["peak_bytes"])
+        yield f"peak memory: about {megabytes(peak['peak_bytes'])} MB ({peak['name']})"
+        longest = sorted(stages, key=lambda stage: -stage["seconds"])[:LONGEST]
+        parts = ", ".join(f"{stage['name']} {figures(stage['seconds'] / 60)}" for stage in longest)
+        yield f"minutes: about {figures(document['minutes'])} at the present speed of this machine ({parts})"
     yield f"output: {document['output']} (nothing was written)"
