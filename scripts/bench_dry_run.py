@@ -27,7 +27,7 @@ from quantkit.runtime.machine.facts import read_cpu
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "quantkit" / "assets" / "demo"
 BAR = 1.5  # of either ratio
-FEW_TOKENS = "measure:\n  max_tokens: 512\n"
+FEW_TOKENS = "measure: {max_tokens: 512, prompt: 32, decode: 4, seconds: 10.0}\n"
 
 
 @dataclass(frozen=True, kw_only=True)

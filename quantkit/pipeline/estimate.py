@@ -51,7 +51,7 @@ TRANSFORM = 6
 SCORE = 20  # of both models' logits: float64 copies, exponentials, sums
 REDUCE = 8  # four numbers of every value whose range is found
 ROUND_VALUES = 8  # to integers between operators and back, in a graph of fixed shapes
-DEQUANTIZE = 3  # every weight, in each run of such a graph
+DEQUANTIZE = 8  # every weight, in each run of such a graph
 HISTOGRAM = 10
 NUM_TRIALS = 5  # processes of the memory measurement
 
@@ -149,6 +149,10 @@ class Sizes:
         rows = specify(self.model_map, batch=1, length=max(1, length)).rows
         return sum(row.output_bytes for row in rows) / 4 * tokens / max(1, length)
 
+    def block_bytes(self, tokens: int, length: int) -> int:
+        """Outputs of all steps of one block."""
+        return int(4 * self.values(tokens, length) / max(1, len(self.model_map.blocks)))
+
     def quantized(self, tokens: int, length: int) -> Work:
         """Passes of the artifact."""
         work = self.forward(tokens, length)
@@ -192,7 +196,7 @@ def _transform(sizes: Sizes, name: str) -> Iterator[Stage]:
     if name == "smoothquant" and recipe.smoothing == "quick":
         length = sizes.within(QUICK_LENGTH)
         work = sizes.forward(QUICK_WINDOWS * length, length, has_head=False)
-        reading = Work(operations=READ * sizes.num_parameters)
+        reading = Work(operations=READ * sizes.num_parameters, processes=1)  # imports the model's class
         yield Stage(name="outliers", work=work + reading, held_bytes=2 * _largest_block_bytes(sizes))
     elif TRANSFORMS[name].statistic:
         yield from _calibration(sizes, dict.fromkeys(_planned(sizes), frozenset[str]()))
@@ -229,6 +233,7 @@ def _calibration(sizes: Sizes, needs: dict[str, frozenset[str]]) -> Iterator[Sta
         if "histogram" in statistics:
             work += Work(operations=HISTOGRAM * tokens * width)
         stored += stored_bytes(width, statistics)
+    held += sizes.block_bytes(BATCH * length, length)
     hidden = 4 * (sizes.model_map.hidden_size or 0) * tokens * len(sizes.model_map.blocks)
     work += Work(operations=READ * sizes.num_parameters, file_bytes=stored + hidden)
     work += sizes.forward(3 * recipe.calibration.gradient_windows * length, length)
@@ -247,7 +252,7 @@ def _export(sizes: Sizes) -> Stage:
         count, length = job.windows_NT.shape
         values = sizes.values(count * length, length)
         work += sizes.forward(count * length, length) + Work(operations=REDUCE * values)
-        held = 2 * sizes.float_bytes
+        held = sizes.float_bytes + int(4 * sizes.values(length, length))  # all values at once
     return Stage(name="quantize and export", work=work, held_bytes=held)
 
 
@@ -263,7 +268,10 @@ def _float_reference(sizes: Sizes) -> Iterator[Stage]:
     short, long = check_lengths(weights, static.prompt or sizes.model_map.context or LONG)
     # The graph reads each prompt alone and both padded; transformers reads each.
     work = sizes.forward(2 * (short + long) + 2 * long, long)
-    work += Work(operations=(LOAD + READ) * weights)
+    work += Work(operations=(LOAD + READ) * weights, processes=1)
+    if sizes.is_static:  # graphs of fixed shapes are written for it, two of a decoder
+        work += Work(operations=(2 * READ + LOAD) * weights, file_bytes=2 * sizes.float_bytes)
+        work += sizes.forward(2 * long, long)
     yield Stage(name="float check", work=work, held_bytes=sizes.float_bytes + sizes.source_bytes)
 
 
@@ -285,12 +293,12 @@ def _accuracy(sizes: Sizes) -> Iterator[Stage]:
     outputs = (sizes.model_map.vocab_size if is_decoder else sizes.model_map.hidden_size) or 0
     work = sizes.forward(read, length) + sizes.quantized(read, length)
     work += Work(operations=(2 * LOAD + READ) * weights + SCORE * tokens * outputs)
-    logits = 4 * 4 * length * outputs
-    held = sizes.model_bytes + 2 * sizes.float_bytes + sizes.source_bytes + logits
+    held = sizes.model_bytes + 2 * sizes.float_bytes + sizes.source_bytes
+    held += 4 * 4 * length * outputs + sizes.block_bytes(length, length)
     yield Stage(name="accuracy", work=work, held_bytes=held)
     num_read = NUM_PROMPTS * PROMPT_TOKENS if is_decoder else NUM_TEXTS * TEXT_TOKENS
     steps = NEW_TOKENS if is_decoder else 0
-    answers = sizes.forward(2 * num_read, PROMPT_TOKENS) + _steps(sizes) * steps
+    answers = sizes.forward(2 * num_read, PROMPT_TOKENS) + _steps(sizes, NUM_PROMPTS) * steps
     yield Stage(name="answers", work=answers, held_bytes=sizes.model_bytes + sizes.float_bytes)
 
 
@@ -305,10 +313,15 @@ def text_tokens(sizes: Sizes) -> int:
     return len(encoded_text(measure, folder)[0])
 
 
-def _steps(sizes: Sizes) -> Work:
-    """One decoded token of the artifact and of the float graph: each reads its weights."""
-    dequantized = DEQUANTIZE * sizes.num_parameters if sizes.is_static else 0
-    return Work(operations=sizes.num_parameters * (1 + sizes.model_bytes / sizes.float_bytes) + dequantized)
+def _steps(sizes: Sizes, rows: int = 1) -> Work:
+    """One decoded token of the artifact and of the float graph: each reads its weights.
+
+    A graph of fixed shapes decodes row by row, and its weights are floats again in every run.
+    """
+    weights = sizes.num_parameters
+    if sizes.is_static:
+        return Work(operations=weights * (1 + DEQUANTIZE * rows))
+    return Work(operations=weights * (1 + sizes.model_bytes / sizes.float_bytes))
 
 
 def _latency(sizes: Sizes, rates: Rates) -> Iterator[Stage]:

@@ -19,7 +19,7 @@ ROWS = 256  # of the timed product
 LARGEST_WEIGHT = 1 << 22  # values of its weight
 NUM_VALUES = 1 << 20
 SILU_OPERATIONS = 4  # as the specification counts them
-SECONDS = 0.25  # of each rate
+SECONDS = 0.5  # of each rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
