@@ -42,17 +42,18 @@ from quantkit.quantization.transforms.alpha import GRID
 from quantkit.quantization.transforms.strengths import NUM_ROWS
 from quantkit.runtime.tokenizer import TOKENIZER_FILE
 
-# Operations of numpy's and torch's passes over each value of a tensor.
-READ = 2  # read from a file, and converted to float32
-LOAD = 3  # into a session: read, converted and packed
-ROUND = 12  # peaks, division, rounding, clipping, conversion, bytes
-FIT = {"rtn": 0, "mse": 90, "output": 110, "gptq": 110}  # scales tried: about 15, six passes each
-TRANSFORM = 6
+# Passes of numpy's, torch's and onnxruntime's functions over each value of a tensor.
+READ = 1  # from a file, as float32
+LOAD = 2  # into a session: read and packed
+STEP = 0.5  # a weight that a decoded token reads; nothing is written
+ROUND = 7  # peaks, division, rounding, clipping, conversion, bytes
+FIT = {"rtn": 0, "mse": 90, "output": 110, "gptq": 110}  # about 15 scales, six passes each
+TRANSFORM = 3
 SCORE = 20  # of both models' logits: float64 copies, exponentials, sums
-REDUCE = 8  # four numbers of every value whose range is found
+REDUCE = 5  # of every value whose range is found
 ROUND_VALUES = 8  # to integers between operators and back, in a graph of fixed shapes
-DEQUANTIZE = 8  # every weight, in each run of such a graph
-HISTOGRAM = 10
+DEQUANTIZE = 5  # every weight, in each run of such a graph
+HISTOGRAM = 5
 NUM_TRIALS = 5  # processes of the memory measurement
 
 
@@ -61,7 +62,7 @@ class Work:
     """Work of a stage."""
 
     macs: float = 0.0
-    operations: float = 0.0
+    passes: float = 0.0
     file_bytes: float = 0.0  # written
     processes: int = 0  # started
     waiting_seconds: float = 0.0
@@ -75,7 +76,7 @@ class Work:
     def seconds(self, rates: Rates) -> float:
         return (
             self.macs / rates.macs
-            + self.operations / rates.operations
+            + self.passes / rates.passes
             + self.file_bytes / rates.file_bytes
             + self.processes * rates.process_seconds
             + self.waiting_seconds
@@ -141,7 +142,7 @@ class Sizes:
         totals = specify(self.model_map, batch=1, length=max(1, length)).totals
         head = 0 if has_head else totals.macs_by_group["head"]
         steps = totals.flops - 2 * totals.matrix_macs
-        work = Work(macs=totals.matrix_macs - head, operations=steps)
+        work = Work(macs=totals.matrix_macs - head, passes=steps)
         return work * (tokens / max(1, length))
 
     def values(self, tokens: int, length: int) -> float:
@@ -160,7 +161,7 @@ class Sizes:
             return work
         rounding = ROUND_VALUES * self.values(tokens, length)
         weights = DEQUANTIZE * self.num_parameters * tokens / max(1, length)
-        return work + Work(operations=rounding + weights)
+        return work + Work(passes=rounding + weights)
 
 
 def estimate(sizes: Sizes, rates: Rates) -> tuple[StageEstimate, ...]:
@@ -196,16 +197,16 @@ def _transform(sizes: Sizes, name: str) -> Iterator[Stage]:
     if name == "smoothquant" and recipe.smoothing == "quick":
         length = sizes.within(QUICK_LENGTH)
         work = sizes.forward(QUICK_WINDOWS * length, length, has_head=False)
-        reading = Work(operations=READ * sizes.num_parameters, processes=1)  # imports the model's class
+        reading = Work(passes=READ * sizes.num_parameters, processes=1)  # imports the model's class
         yield Stage(name="outliers", work=work + reading, held_bytes=2 * _largest_block_bytes(sizes))
     elif TRANSFORMS[name].statistic:
         yield from _calibration(sizes, dict.fromkeys(_planned(sizes), frozenset[str]()))
         weights = sum(pack.in_features * pack.out_features for pack in sizes.packs)
-        tries = Work(macs=NUM_ROWS * weights, operations=(ROUND + READ) * weights) * len(GRID)
+        tries = Work(macs=NUM_ROWS * weights, passes=(ROUND + READ) * weights) * len(GRID)
         yield Stage(name=f"{name}: strengths", work=tries, held_bytes=2 * _largest_pack_bytes(sizes))
     yield Stage(
         name=name,
-        work=Work(operations=TRANSFORM * sizes.num_parameters),
+        work=Work(passes=TRANSFORM * sizes.num_parameters),
         held_bytes=2 * _largest_pack_bytes(sizes),
     )
 
@@ -231,18 +232,18 @@ def _calibration(sizes: Sizes, needs: dict[str, frozenset[str]]) -> Iterator[Sta
             work += Work(macs=tokens * width * (width + PANEL) / 2)
             held = max(held, 16 * width * width)
         if "histogram" in statistics:
-            work += Work(operations=HISTOGRAM * tokens * width)
+            work += Work(passes=HISTOGRAM * tokens * width)
         stored += stored_bytes(width, statistics)
     held += sizes.block_bytes(BATCH * length, length)
     hidden = 4 * (sizes.model_map.hidden_size or 0) * tokens * len(sizes.model_map.blocks)
-    work += Work(operations=READ * sizes.num_parameters, file_bytes=stored + hidden)
+    work += Work(passes=READ * sizes.num_parameters, file_bytes=stored + hidden)
     work += sizes.forward(3 * recipe.calibration.gradient_windows * length, length)
     yield Stage(name="calibration", work=work, held_bytes=sizes.float_bytes + held)
 
 
 def _export(sizes: Sizes) -> Stage:
     job, weights = sizes.job, sizes.num_parameters
-    work = Work(operations=(READ + ROUND + FIT[job.fit]) * weights, file_bytes=2 * sizes.model_bytes)
+    work = Work(passes=(READ + ROUND + FIT[job.fit]) * weights, file_bytes=2 * sizes.model_bytes)
     held = sizes.model_bytes + 2 * _largest_pack_bytes(sizes)
     if job.fit == "gptq":
         for pack in sizes.packs:
@@ -251,8 +252,9 @@ def _export(sizes: Sizes) -> Stage:
     if sizes.is_static and job.windows_NT is not None and TARGETS[job.target].rounds_values:
         count, length = job.windows_NT.shape
         values = sizes.values(count * length, length)
-        work += sizes.forward(count * length, length) + Work(operations=REDUCE * values)
-        held = sizes.float_bytes + int(4 * sizes.values(length, length))  # all values at once
+        work += sizes.forward(count * length, length) + Work(passes=REDUCE * values)
+        # All values at once, each beside a scaled, masked or transposed copy.
+        held = sizes.float_bytes + int(2 * 4 * sizes.values(length, length))
     return Stage(name="quantize and export", work=work, held_bytes=held)
 
 
@@ -261,16 +263,16 @@ def _float_reference(sizes: Sizes) -> Iterator[Stage]:
     weights = sizes.num_parameters
     yield Stage(
         name="float reference",
-        work=Work(operations=2 * READ * weights, file_bytes=sizes.float_bytes),
+        work=Work(passes=2 * READ * weights, file_bytes=sizes.float_bytes),
         held_bytes=sizes.model_bytes + 2 * _largest_pack_bytes(sizes),
     )
     static = sizes.prepared.resolved.recipe.static
     short, long = check_lengths(weights, static.prompt or sizes.model_map.context or LONG)
     # The graph reads each prompt alone and both padded; transformers reads each.
     work = sizes.forward(2 * (short + long) + 2 * long, long)
-    work += Work(operations=(LOAD + READ) * weights, processes=1)
+    work += Work(passes=(LOAD + READ) * weights, processes=1)
     if sizes.is_static:  # graphs of fixed shapes are written for it, two of a decoder
-        work += Work(operations=(2 * READ + LOAD) * weights, file_bytes=2 * sizes.float_bytes)
+        work += Work(passes=(2 * READ + LOAD) * weights, file_bytes=2 * sizes.float_bytes)
         work += sizes.forward(2 * long, long)
     yield Stage(name="float check", work=work, held_bytes=sizes.float_bytes + sizes.source_bytes)
 
@@ -292,7 +294,7 @@ def _accuracy(sizes: Sizes) -> Iterator[Stage]:
         read = sum(span.end - span.begin for span in windows(tokens, window=length, stride=stride))
     outputs = (sizes.model_map.vocab_size if is_decoder else sizes.model_map.hidden_size) or 0
     work = sizes.forward(read, length) + sizes.quantized(read, length)
-    work += Work(operations=(2 * LOAD + READ) * weights + SCORE * tokens * outputs)
+    work += Work(passes=(2 * LOAD + READ) * weights + SCORE * tokens * outputs)
     held = sizes.model_bytes + 2 * sizes.float_bytes + sizes.source_bytes
     held += 4 * 4 * length * outputs + sizes.block_bytes(length, length)
     yield Stage(name="accuracy", work=work, held_bytes=held)
@@ -320,8 +322,8 @@ def _steps(sizes: Sizes, rows: int = 1) -> Work:
     """
     weights = sizes.num_parameters
     if sizes.is_static:
-        return Work(operations=weights * (1 + DEQUANTIZE * rows))
-    return Work(operations=weights * (1 + sizes.model_bytes / sizes.float_bytes))
+        return Work(passes=weights * (STEP + DEQUANTIZE * rows))
+    return Work(passes=STEP * weights * (1 + sizes.model_bytes / sizes.float_bytes))
 
 
 def _latency(sizes: Sizes, rates: Rates) -> Iterator[Stage]:
@@ -350,7 +352,7 @@ def _memory(sizes: Sizes) -> Stage:
     measure = sizes.prepared.resolved.recipe.measure
     prompt, decode = timed_lengths(measure, sizes.within(LARGEST_WINDOW))
     work = sizes.forward(prompt, prompt) + sizes.quantized(prompt, prompt) + _steps(sizes) * decode
-    work += Work(operations=4 * LOAD * sizes.num_parameters, processes=NUM_TRIALS)
+    work += Work(passes=4 * LOAD * sizes.num_parameters, processes=NUM_TRIALS)
     return Stage(name="memory", work=work, held_bytes=sizes.model_bytes)
 
 

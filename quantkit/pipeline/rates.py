@@ -18,14 +18,13 @@ from quantkit.runtime.machine.disk import temporary_folder
 ROWS = 256  # of the timed product
 LARGEST_WEIGHT = 1 << 22  # values of its weight
 NUM_VALUES = 1 << 20
-SILU_OPERATIONS = 4  # as the specification counts them
 SECONDS = 0.5  # of each rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     macs: float  # of float32 products, a second
-    operations: float  # of steps for each element, a second
+    passes: float  # values that one function reads and writes, a second
     file_bytes: float  # written, a second
     process_seconds: float  # to start a process that imports onnxruntime
 
@@ -40,7 +39,7 @@ def measure_rates(in_features: int, out_features: int) -> Rates:
         write_seconds = _mean_seconds(lambda: (folder / "values").write_bytes(values.numpy().data))
     return Rates(
         macs=ROWS * weight_OI.numel() / _mean_seconds(lambda: inputs_TI @ weight_OI.T),
-        operations=SILU_OPERATIONS * NUM_VALUES / _mean_seconds(lambda: torch.sigmoid(values) * values),
+        passes=2 * NUM_VALUES / _mean_seconds(lambda: torch.sigmoid(values) * values),
         file_bytes=values.numpy().nbytes / write_seconds,
         process_seconds=run_and_measure([sys.executable, "-c", "import onnxruntime"]).seconds,
     )

@@ -17,7 +17,7 @@ from quantkit.pipeline.estimate import Work
 from quantkit.pipeline.rates import Rates, measure_rates
 
 pytestmark = pytest.mark.once
-RATES = Rates(macs=1e10, operations=5e8, file_bytes=1e9, process_seconds=0.5)
+RATES = Rates(macs=1e10, passes=5e8, file_bytes=1e9, process_seconds=0.5)
 OFF = {"accuracy": False, "latency": False, "memory": False}
 SMALL = {"calibration_windows": 4, "calibration_length": 32, "max_tokens": 256, "prompt": 8, "decode": 2}
 
@@ -40,7 +40,7 @@ def names(planned):
 
 
 def test_a_second_of_each_rate_is_a_second():
-    for name in ("macs", "operations", "file_bytes"):
+    for name in ("macs", "passes", "file_bytes"):
         assert Work(**{name: getattr(RATES, name)}).seconds(RATES) == pytest.approx(1)
     assert Work(processes=2, waiting_seconds=1).seconds(RATES) == pytest.approx(2)
 
@@ -69,7 +69,11 @@ def test_the_stages_are_those_of_a_run(options, tmp_path):
     [
         ("accuracy", {"max_tokens": 1000}, {"max_tokens": 4000}),
         ("accuracy", {"window": 64, "stride": 64}, {"window": 64, "stride": 16}),
-        ("calibration", {"fit": "gptq", "calibration_windows": 16}, {"fit": "gptq", "calibration_windows": 32}),
+        (
+            "calibration",
+            {"fit": "gptq", "calibration_windows": 16},
+            {"fit": "gptq", "calibration_windows": 32},
+        ),
         ("quantize and export", {"fit": "rtn"}, {"fit": "mse"}),
         ("latency", {"decode": 4}, {"decode": 32}),
     ],
