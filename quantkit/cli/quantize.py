@@ -110,7 +110,7 @@ def quantize(
         bool, typer.Option("--keep-checkpoint", help="keep the quantized safetensors of a small model too")
     ] = False,
     plans_only: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be done, size, minutes and memory; write nothing")
+        bool, typer.Option("--dry-run", help="show decisions, size, minutes and memory; write nothing")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     verbose: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quantkit.report.figures import figures, megabytes
+from quantkit.report.figures import duration, megabytes
 from quantkit.report.inspection import plan_lines
 from quantkit.report.tables import Json, Page
 
@@ -32,6 +32,6 @@ def _head(document: Json) -> Iterable[str]:
         peak = max(stages, key=lambda stage: stage["peak_bytes"])
         yield f"peak memory: about {megabytes(peak['peak_bytes'])} MB ({peak['name']})"
         longest = sorted(stages, key=lambda stage: -stage["seconds"])[:LONGEST]
-        parts = ", ".join(f"{stage['name']} {figures(stage['seconds'] / 60)}" for stage in longest)
-        yield f"minutes: about {figures(document['minutes'])} at the present speed of this machine ({parts})"
+        parts = ", ".join(f"{stage['name']} {duration(stage['seconds'])}" for stage in longest)
+        yield f"time: about {duration(60 * document['minutes'])} at this machine's present speed ({parts})"
     yield f"output: {document['output']} (nothing was written)"
