@@ -138,10 +138,13 @@ class Sizes:
         return min(length, self.model_map.context or length)
 
     def forward(self, tokens: int, length: int, *, has_head: bool = True) -> Work:
-        """Passes in float32 over texts of a length."""
+        """Passes in float32 over texts of a length.
+
+        One more pass over each output: products write theirs, biases are added, heads transposed.
+        """
         totals = specify(self.model_map, batch=1, length=max(1, length)).totals
         head = 0 if has_head else totals.macs_by_group["head"]
-        steps = totals.flops - 2 * totals.matrix_macs
+        steps = totals.flops - 2 * totals.matrix_macs + self.values(length, length)
         work = Work(macs=totals.matrix_macs - head, passes=steps)
         return work * (tokens / max(1, length))
 
