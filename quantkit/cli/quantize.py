@@ -110,7 +110,7 @@ def quantize(
         bool, typer.Option("--keep-checkpoint", help="keep the quantized safetensors of a small model too")
     ] = False,
     plans_only: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be done and its size; write nothing")
+        bool, typer.Option("--dry-run", help="show decisions, size, minutes and memory; write nothing")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     verbose: Annotated[
@@ -189,15 +189,20 @@ def show_dry_run(
     trusts: bool,
     as_json: bool,
 ) -> None:
-    """The decisions of a run and the size of its files."""
+    """The decisions of a run, the size of its files, its minutes and its peak memory."""
+    import time
+
+    import psutil
+
     from quantkit.model.model_map import to_json
-    from quantkit.pipeline.dry_run import dry_run
+    from quantkit.pipeline.dry_run import dry_run, in_new_process
     from quantkit.report.dry_run import dry_run_page
 
+    start_seconds = time.time() - psutil.Process().create_time()
     forecast = dry_run(
         model, recipe=recipe, output=output, force=force, trust_remote_code=trusts, quiet=False, **options
     )
-    document = to_json(forecast)
+    document = to_json(in_new_process(forecast, start_seconds))
     show(document, dry_run_page(document), "json" if as_json else "table")
 
 

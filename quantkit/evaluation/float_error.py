@@ -36,9 +36,15 @@ def check_prompts(
     special = {value for key, value in config.items() if key.endswith("_token_id") and isinstance(value, int)}
     plain = np.setdiff1d(np.arange(vocab_size), list(special))
     random = np.random.default_rng(0)
+    short, long = check_lengths(num_parameters, most_tokens)
+    return random.choice(plain, short), random.choice(plain, long)
+
+
+def check_lengths(num_parameters: int, most_tokens: int) -> tuple[int, int]:
+    """Tokens of the short and of the long prompt."""
     long = min(LONG, max(MIN_LONG, WORK // num_parameters), most_tokens - NUM_STEPS)
     short, long = (max(1, min(length, long)) for length in (SHORT, long))
-    return random.choice(plain, short), random.choice(plain, long)
+    return short, long
 
 
 def float_error(folder: Path, reference: Reference, prompts: Sequence[Ints], *, pad_id: int) -> FloatError:

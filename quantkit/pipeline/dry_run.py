@@ -1,16 +1,18 @@
-"""A dry run: what `quantize` would do, and the bytes that it would write. No weight is read."""
+"""A dry run: what `quantize` would do, its files, minutes and memory. No weight is read."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
 from quantkit.export.probes import format_name
+from quantkit.pipeline.estimate import Sizes, StageEstimate, estimate
 from quantkit.pipeline.options import Options, with_options
 from quantkit.pipeline.quantize import Run, recipe_of, resolved_run
+from quantkit.pipeline.rates import measure_rates
 from quantkit.pipeline.stages.export import companion_bytes, expected_bytes
 from quantkit.pipeline.stages.export_static import expected_static_bytes
 from quantkit.pipeline.stages.prepare import unprepared
@@ -21,14 +23,15 @@ from quantkit.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.report.document import Kept, kept_projections
 
-TRACED = "a traced graph comes on top of these bytes: its operators are known once it is traced"
+TRACED = "a traced graph comes on top of these bytes and minutes: its operators are known once it is traced"
 SEARCHED = "these bytes are the scheme's: a search within a budget chooses other formats"
+UNESTIMATED = "minutes and peak memory of a search depend on what it finds: it measures up to {} models"
 UNTIED = "these bytes are with a tied head: a transform that unties it stores a second table"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """The decisions of a run, and the bytes of its files."""
+    """The decisions of a run, the bytes of its files, and estimates of its minutes and memory."""
 
     model: str
     output: str
@@ -49,6 +52,9 @@ class DryRun:
     source_bytes: int
     model_bytes: int  # graphs and weights
     companion_bytes: int  # tokenizer and configs; reports and manifest are not counted
+    stages: tuple[StageEstimate, ...]  # of the run; empty where a search decides them
+    peak_bytes: int | None  # resident memory of the process
+    minutes: float | None
     notes: tuple[str, ...]
 
 
@@ -63,6 +69,9 @@ def dry_run(
     **options: Unpack[Options],
 ) -> DryRun:
     """What `quantize` would do with these arguments; it refuses what `quantize` refuses before its work.
+
+    Minutes and peak memory are estimates for this machine at its present speed, which takes two seconds to
+    measure; they leave out the import of the libraries.
 
     Args:
         model: A folder, a well-known or Hub name, or "demo"; None takes the model that the recipe names.
@@ -84,14 +93,21 @@ def dry_run(
     decided = decided.model_copy(update={"model": str(model)}) if model else decided
     resolved, folder = resolved_run(decided, settings, Progress(quiet=quiet))
     decided, plan, model_map = resolved.recipe, resolved.plan, resolved.model_map
-    job = export_job(unprepared(resolved), decided.layers)
+    prepared = unprepared(resolved)
+    job = export_job(prepared, decided.layers)
     is_static = TARGETS[decided.target].is_static
     chosen = job.formats
     notes = {
         TRACED: resolved.kind == "traced",
         SEARCHED: decided.searches,
+        UNESTIMATED.format(decided.budget.evaluations): decided.searches,
         UNTIED: decided.unties_head and bool(decided.transforms) and model_map.has_tied_head,
     }
+    model_bytes = (expected_static_bytes if is_static else expected_bytes)(job)
+    stages: tuple[StageEstimate, ...] = ()
+    if not decided.searches:
+        sizes = Sizes(prepared=prepared, job=job, model_bytes=model_bytes)
+        stages = estimate(sizes, measure_rates(*_typical_shape(plan.layers)))
     return DryRun(
         model=model_map.name,
         output=str(folder),
@@ -112,10 +128,34 @@ def dry_run(
         ),
         kept=kept_projections(plan),
         source_bytes=resolved.weights.source_bytes(),
-        model_bytes=(expected_static_bytes if is_static else expected_bytes)(job),
+        model_bytes=model_bytes,
         companion_bytes=companion_bytes(resolved.source, model_map, decided.target),
+        stages=stages,
+        peak_bytes=max((stage.peak_bytes for stage in stages), default=None),
+        minutes=minutes_of(stages),
         notes=(*model_map.notes, *resolved.notes, *_true(notes)),
     )
+
+
+def in_new_process(forecast: DryRun, start_seconds: float) -> DryRun:
+    """The forecast of a command, which imports its libraries before its first stage."""
+    if not forecast.stages:
+        return forecast
+    start = StageEstimate(name="start", seconds=start_seconds, peak_bytes=0)
+    stages = (start, *forecast.stages)
+    return replace(forecast, stages=stages, minutes=minutes_of(stages))
+
+
+def minutes_of(stages: Sequence[StageEstimate]) -> float | None:
+    return sum(stage.seconds for stage in stages) / 60 if stages else None
+
+
+def _typical_shape(layers: Sequence[LayerPlan]) -> tuple[int, int]:
+    """The shape of the projections that hold the most weights together, most of the products' time."""
+    weights = Counter[tuple[int, int]]()
+    for layer in layers:
+        weights[layer.in_features, layer.out_features] += layer.in_features * layer.out_features
+    return max(weights, key=lambda shape: weights[shape])
 
 
 def _true(notes: Mapping[str, bool]) -> Sequence[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quantkit.report.figures import megabytes
+from quantkit.report.figures import duration, megabytes
 from quantkit.report.inspection import plan_lines
 from quantkit.report.tables import Json, Page
+
+LONGEST = 3  # stages that are named
 
 
 def dry_run_page(document: Json) -> Page:
@@ -25,4 +27,11 @@ def _head(document: Json) -> Iterable[str]:
         f"size: {megabytes(model)} MB of graph and weights, {model / source:.3f} of the source's "
         f"{megabytes(source)} MB, and {megabytes(document['companion_bytes'])} MB of tokenizer and configs"
     )
+    stages = document["stages"]
+    if stages:
+        peak = max(stages, key=lambda stage: stage["peak_bytes"])
+        yield f"peak memory: about {megabytes(peak['peak_bytes'])} MB ({peak['name']})"
+        longest = sorted(stages, key=lambda stage: -stage["seconds"])[:LONGEST]
+        parts = ", ".join(f"{stage['name']} {duration(stage['seconds'])}" for stage in longest)
+        yield f"time: about {duration(60 * document['minutes'])} at this machine's present speed ({parts})"
     yield f"output: {document['output']} (nothing was written)"

@@ -19,6 +19,12 @@ def megabytes(count: float) -> str:
     return f"{count / MB:,.1f}" if count >= 10 * MB else f"{count / MB:.2f}"
 
 
+def duration(seconds: float) -> str:
+    """Two figures are all that an estimate has: 0.4 s, 41 s or 6.5 min."""
+    count, unit = (seconds, "s") if seconds < 60 else (seconds / 60, "min")
+    return f"{count:.{0 if count >= 10 else 1}f} {unit}"
+
+
 def with_error(value: float, standard_error: float) -> str:
     """A perplexity with its standard error."""
     return f"{value:,.2f} ± {standard_error:,.2f}"

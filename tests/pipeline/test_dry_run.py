@@ -13,6 +13,7 @@ import quantkit
 from quantkit.cli import app
 from quantkit.errors import InputError
 from quantkit.model.families import FAMILIES
+from quantkit.pipeline.rates import Rates
 from quantkit.plan.formats import SCHEMES, with_little_padding
 
 pytestmark = pytest.mark.once
@@ -24,6 +25,12 @@ OFF = {
     "calibration_length": 32,
 }
 TRACED = ("bloom", "t5", "quantkit_one_wide")
+
+
+@pytest.fixture(autouse=True)
+def given_rates(monkeypatch):
+    rates = Rates(macs=1e10, passes=5e8, file_bytes=1e9, process_seconds=0.5)
+    monkeypatch.setattr("quantkit.pipeline.dry_run.measure_rates", lambda *_: rates)
 
 
 def write_tiny(family, folder, **sizes):
