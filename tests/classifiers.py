@@ -1,0 +1,58 @@
+"""Tiny classifiers and rerankers with a tokenizer of words, and their measures in plain loops."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from exporting import build_tiny
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from quantkit.model.families import FAMILIES
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+
+
+@cache
+def tokenizer_text() -> str:
+    """A tokenizer.json that marks the second of two texts with the token type 1, as BERT's does."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    text = (resources.files("quantkit") / "assets/questions/questions.json").read_text(encoding="utf-8")
+    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=list(SPECIAL), show_progress=False)
+    tokenizer.train_from_iterator(text.splitlines(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return tokenizer.to_str()
+
+
+def save_classifier(
+    folder: Path, class_name: str, num_labels: int, *, family: str = "bert", has_padding: bool = True, **sizes
+) -> None:
+    """Weights ten times as large as a fresh model's, so that texts differ in their labels."""
+    sizes = {**FAMILIES[family].tiny, "vocab_size": 600, "num_labels": num_labels, **sizes}
+    model = build_tiny(class_name, {**sizes, "pad_token_id": 0 if has_padding else None})
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer_text()), model_max_length=64, unk_token="[UNK]",
+        cls_token="[CLS]", sep_token="[SEP]", **({"pad_token": "[PAD]"} if has_padding else {}),
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+
+
+def change_json(path: Path, **changes) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **changes}))
+
+
+def softmax(row) -> list[float]:
+    weights = [math.exp(value - max(row)) for value in row]
+    return [weight / sum(weights) for weight in weights]
