@@ -37,8 +37,14 @@ def tokenizer_text() -> str:
 def save_classifier(
     folder: Path, class_name: str, num_labels: int, *, family: str = "bert", has_padding: bool = True, **sizes
 ) -> None:
-    """Weights ten times as large as a fresh model's, so that texts differ in their labels."""
-    sizes = {**FAMILIES[family].tiny, "vocab_size": 600, "num_labels": num_labels, **sizes}
+    """A random model, and a tokenizer that cuts texts at 64 tokens."""
+    sizes = {
+        **FAMILIES[family].tiny,
+        "vocab_size": 600,
+        "num_labels": num_labels,
+        "max_position_embeddings": 128,
+        **sizes,
+    }
     model = build_tiny(class_name, {**sizes, "pad_token_id": 0 if has_padding else None})
     model.save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(
