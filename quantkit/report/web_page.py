@@ -228,9 +228,8 @@ def _tiles(document: Json) -> Iterable[Tile]:
             detail=f"{accuracy['protocol']['num_tokens']:,} tokens",
         )
     for figure in head_figures(similarity or {}):
-        yield Tile(
-            name=f"{figure.name[0].upper()}{figure.name[1:]}", value=figure.value, detail=figure.compared
-        )
+        name = figure.name if figure.name[1].isupper() else figure.name.capitalize()  # nDCG, KL
+        yield Tile(name=name, value=figure.value, detail=figure.compared)
     if similarity and shows_vectors(similarity):
         yield Tile(
             name="Error of outputs",
