@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
 from exporting import build_tiny
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.model.families import FAMILIES
@@ -20,12 +22,15 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 @cache
 def tokenizer_text() -> str:
     """A tokenizer.json that marks the second of two texts with the token type 1, as BERT's does."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    text = (resources.files("quantkit") / "assets/questions/questions.json").read_text(encoding="utf-8")
+    words = [
+        *SPECIAL,
+        *(word for word, _ in Counter(re.findall(r"[a-z]+|\S", text.lower())).most_common(596)),
+    ]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    text = (resources.files("quantkit") / "assets/questions/questions.json").read_text(encoding="utf-8")
-    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=list(SPECIAL), show_progress=False)
-    tokenizer.train_from_iterator(text.splitlines(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",

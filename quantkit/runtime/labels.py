@@ -65,7 +65,8 @@ def _activation(encoder: Encoder, config: dict[str, object], count: int) -> str:
     """As transformers' pipeline chooses it, and for one label sentence-transformers' CrossEncoder."""
     path = encoder.folder / CROSS_ENCODER_FILE
     settings = expect(config, "sentence_transformers", dict, where=encoder.folder / "config.json") or {}
-    named = (read_json(path) if path.exists() else {}).get("activation_fn") or settings.get("activation_fn")
+    has_modules = path.exists() and (encoder.folder / "modules.json").exists()  # else it is not read
+    named = (read_json(path) if has_modules else {}).get("activation_fn") or settings.get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function")
     problem = config.get("problem_type")
     if count == 1 and named:

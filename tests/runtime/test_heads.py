@@ -73,7 +73,7 @@ IDENTITY = "torch.nn.modules.linear.Identity"
     [
         {"config.json": {"sentence_transformers": {"activation_fn": IDENTITY}}},
         {"config.json": {"sbert_ce_default_activation_function": IDENTITY}},
-        {"config_sentence_transformers.json": {"activation_fn": IDENTITY}},
+        {"config_sentence_transformers.json": {"activation_fn": IDENTITY}, "modules.json": {}},
         {"config.json": {"problem_type": "regression"}},
     ],
 )
