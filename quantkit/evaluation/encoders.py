@@ -42,7 +42,7 @@ def compare_encoder(
     head = head_of(session) if is_meaningful else None
     if head and head.ranks and original.pair_logits:
         return _compare_reranker(artifact, session, original.pair_logits(), progress)
-    if head and not head.ranks:
+    if head and not head.ranks and head.activation != "Identity":  # numbers of a regression are no labels
         return _compare_classifier(artifact, session, head, original, progress)
     if session.pools and original.vectors:
         return _compare_vectors(artifact, session, tokens, original.vectors(), progress, is_meaningful)
