@@ -54,7 +54,9 @@ def save_classifier(
     model.save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer_text()), model_max_length=64, unk_token="[UNK]",
-        cls_token="[CLS]", sep_token="[SEP]", **({"pad_token": "[PAD]"} if has_padding else {}),
+        cls_token="[CLS]", sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **({"pad_token": "[PAD]"} if has_padding else {}),
     )  # fmt: skip
     tokenizer.save_pretrained(folder)
 
