@@ -15,6 +15,7 @@ from quantkit.cli import inspect  # isort: skip
 from quantkit.cli import quantize  # isort: skip
 from quantkit.cli import generate  # isort: skip
 from quantkit.cli import encode  # isort: skip
+from quantkit.cli import score  # isort: skip
 from quantkit.cli import lm_eval  # isort: skip
 from quantkit.cli import report  # isort: skip
 from quantkit.cli import evaluate  # isort: skip
@@ -32,7 +33,7 @@ from quantkit.runtime.machine.disk import FULL
 
 __all__ = [
     "app", "bench", "compare", "doctor", "encode", "evaluate", "generate", "inspect", "lm_eval", "main",
-    "package", "protect", "push", "quantize", "report", "serve_host", "verify",
+    "package", "protect", "push", "quantize", "report", "score", "serve_host", "verify",
 ]  # fmt: skip
 
 

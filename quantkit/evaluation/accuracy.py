@@ -104,10 +104,10 @@ def measure_accuracy(
         increase=math.expm1(difference),
         increase_standard_error=math.exp(difference) * difference_error,
         kl_divergence=float(kl_T.mean()),
-        kl_standard_error=_error_over_windows(kl_T, counts),
+        kl_standard_error=error_over_windows(kl_T, counts),
         kl_99th_percentile=float(np.percentile(kl_T, 99)),
         top1_agreement=float(is_same_T.mean()),
-        top1_standard_error=_error_over_windows(is_same_T, counts),
+        top1_standard_error=error_over_windows(is_same_T, counts),
         max_relative_logit_error=(
             max(chunk.largest_difference for chunk in chunks) / largest_logit if largest_logit else 0.0
         ),
@@ -280,7 +280,7 @@ def _mean_and_error(values: Doubles) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def _error_over_windows(values_T: Doubles, counts: Sequence[int]) -> float:
+def error_over_windows(values_T: Doubles, counts: Sequence[int]) -> float:
     """Standard error of the mean over tokens, from the spread of windows; of a single window, over tokens."""
     if len(counts) < 2:
         return _mean_and_error(values_T)[1]

@@ -84,11 +84,11 @@ def _perplexity_ratio(
 
 def _divergence(reference_PV: Floats, outputs_PV: Floats) -> float:
     """Mean KL(reference || outputs) in nats."""
-    reference, outputs = (_log_softmax(logits_PV) for logits_PV in (reference_PV, outputs_PV))
+    reference, outputs = (log_softmax(logits_PV) for logits_PV in (reference_PV, outputs_PV))
     return float((np.exp(reference) * (reference - outputs)).sum(axis=-1).mean())
 
 
-def _log_softmax(logits_PV: Floats) -> NDArray[np.float64]:
+def log_softmax(logits_PV: NDArray[np.floating]) -> NDArray[np.float64]:
     shifted = logits_PV - logits_PV.max(axis=-1, keepdims=True).astype(np.float64)
     log: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return log

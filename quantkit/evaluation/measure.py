@@ -21,6 +21,7 @@ from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Ints, TextPerplexity, measure_accuracy, measure_perplexity
 from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact, open_measured
 from quantkit.evaluation.encoder_decoder import measure_halves
+from quantkit.evaluation.encoders import compare_encoder
 from quantkit.evaluation.latency import Budget, bytes_per_token, fitting, measure_latency, phases_of
 from quantkit.evaluation.measurements import (
     Accuracy,
@@ -34,12 +35,10 @@ from quantkit.evaluation.measurements import (
 from quantkit.evaluation.memory import floor_ms, run_and_measure
 from quantkit.evaluation.reference import Reference, session_reference
 from quantkit.evaluation.samples import Samples, take_samples
-from quantkit.evaluation.similarity import measure_similarity, windows_of
-from quantkit.evaluation.text import embedded_rows, encoded_text, random_text, read_text
+from quantkit.evaluation.text import encoded_text, random_text, read_text
 from quantkit.export.traffic import from_metadata
 from quantkit.progress import Progress
 from quantkit.recipe import Measure
-from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.machine.facts import cache_bytes, read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
 from quantkit.runtime.session import Session
@@ -177,25 +176,10 @@ def compare(
                 is_meaningful=is_meaningful,
                 progress=count,
             )
-    context = session.fixed_length or artifact.context
     if not session.generates:
         assert original is not None, "an encoder has no perplexity of its own"
-        encoder = session if isinstance(session, Encoder) and session.pools else None
-        vectors = original.vectors if encoder else None
-        if encoder and vectors and is_meaningful:
-            rows = embedded_rows(measure, encoder, artifact.folder)
-        else:
-            rows = windows_of(ids, min(measure.window or measure.prompt, context, len(ids)), text)
-        with progress.stage("accuracy", total=sum(map(len, rows)), unit="tokens") as count:
-            return measure_similarity(
-                reference=vectors() if vectors else original.logits(),
-                quantized=encoder.vectors if encoder and vectors else session.logits,
-                rows=rows,
-                are_embeddings=vectors is not None,
-                text=text,
-                is_meaningful=is_meaningful,
-                progress=count,
-            )
+        return compare_encoder(artifact, tokens, original, progress, is_meaningful=is_meaningful)
+    context = session.fixed_length or artifact.context
     window = min(measure.window or LARGEST_WINDOW, context, len(ids))
     stride = min(measure.stride or max(1, window // 2), window)
     with progress.stage("accuracy", total=len(ids) - 1, unit="tokens") as count:

@@ -42,6 +42,33 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Labels:
+    """Labels of a quantized classifier compared with its original's."""
+
+    flips: float  # share of texts or tokens with another label
+    flips_standard_error: float | None = None  # over texts; None for one text
+    kl_divergence: float  # KL(reference || quantized) of the labels in nats, mean
+    kl_standard_error: float | None = None
+    num_labels: int
+    num_compared: int  # texts, or tokens
+    of_tokens: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranking:
+    """The order of passages for queries compared with the original's."""
+
+    ndcg10: float  # mean over queries; the original's own order is the ideal
+    ndcg10_standard_error: float | None = None  # None for one query
+    lowest_ndcg10: float
+    other_first: float  # share of queries with another first passage
+    other_first_standard_error: float | None = None
+    num_queries: int
+    num_passages: int  # of a query
+    of_pairs: bool = False  # a reranker's scores; else cosines of sentence embeddings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Similarity:
     """A quantized encoder compared with its reference on the windows of a text."""
 
@@ -55,6 +82,8 @@ class Similarity:
     is_meaningful: bool = True
     error_standard_error: float | None = None  # of the RMS error over windows; None for one window
     nearest_agreement: float | None = None  # share of texts that keep their nearest one; None: no embeddings
+    labels: Labels | None = None  # of a classifier
+    ranking: Ranking | None = None  # of a reranker or a sentence model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
-from quantkit.evaluation.accuracy import Logits
+from quantkit.evaluation.accuracy import Floats, Ints, Logits
 from quantkit.evaluation.artifact import open_measured
 from quantkit.evaluation.encoder_decoder import AnswerLogits
 from quantkit.recipe import Recipe
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from quantkit.model.load import Source
 
 
+PairLogits = Callable[[Ints, Ints], Floats]  # token ids, token types [B, S] -> logits
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
     """A model that is loaded when its logits are first used."""
@@ -29,12 +32,14 @@ class Reference:
     answer_logits: Callable[[], AnswerLogits]  # of an encoder-decoder
     reads_and_answers: bool = False
     vectors: Callable[[], Logits] | None = None  # of a text, where the model pools its states
+    pair_logits: Callable[[], PairLogits] | None = None  # of token ids and token types, of an encoder
 
 
 def session_reference(session: Session) -> Reference:
-    encoder = session if isinstance(session, Encoder) and session.pools else None
+    encoder = session if isinstance(session, Encoder) else None
     return Reference(
-        vectors=(lambda: encoder.vectors) if encoder else None,
+        vectors=(lambda: encoder.vectors) if encoder and encoder.pools else None,
+        pair_logits=(lambda: encoder.logits) if encoder else None,
         logits=lambda: session.logits,
         answer_logits=lambda: session.answer_logits,
         reads_and_answers=session.reads_and_answers,
@@ -43,11 +48,17 @@ def session_reference(session: Session) -> Reference:
 
 def transformers_reference(source: Source) -> Reference:
     """The original in transformers, in float32."""
-    from quantkit.model.reference import reference_answer_logits, reference_logits, reference_vectors
+    from quantkit.model.reference import (
+        reference_answer_logits,
+        reference_logits,
+        reference_pair_logits,
+        reference_vectors,
+    )
 
     return Reference(
         vectors=(lambda: reference_vectors(source)) if source.sentence else None,
         logits=lambda: reference_logits(source),
+        pair_logits=lambda: reference_pair_logits(source),
         answer_logits=lambda: reference_answer_logits(source),
         reads_and_answers=bool(source.config.get("is_encoder_decoder")),
     )

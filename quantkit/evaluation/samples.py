@@ -99,7 +99,9 @@ def _pieces(tokenizer: Text, prompt: list[int], tokens: list[int]) -> tuple[str,
     return tuple(pieces)
 
 
-def _vectors(models: Sequence[Session], tokenizer: Text, lines: Sequence[str], folder: Path) -> Samples:
+def _vectors(
+    models: Sequence[Session], tokenizer: Text, lines: Sequence[str], folder: Path
+) -> Samples | None:
     """The nearest other line by the cosine of pooled states, or the label of a classifier."""
     lengths = [
         TEXT_TOKENS,
@@ -112,6 +114,8 @@ def _vectors(models: Sequence[Session], tokenizer: Text, lines: Sequence[str], f
     ]
     outputs = [[run(ids_BT)[0].astype(np.float64) for ids_BT in ids] for run in runs]
     is_classifier = outputs[0][0].ndim == 1 and not pools
+    if is_classifier and len(outputs[0][0]) == 1:  # a reranker reads no text alone
+        return None
     if is_classifier:
         labels = read_json(folder / "config.json").get("id2label", {})
         answers = [[str(labels.get(str(row.argmax()), row.argmax())) for row in rows] for rows in outputs]

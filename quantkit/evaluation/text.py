@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from quantkit.runtime.tokenizer import open_text
 RANDOM_TOKENS = 2048
 TEXT_LINES = (1, 2, 4, 8)  # of the texts whose embeddings are compared, in turn
 MAX_TEXTS = 512
+QUESTIONS = "bundled questions and passages"
 
 
 def read_text(measure: Measure) -> tuple[str, str]:
@@ -41,9 +44,20 @@ def embedded_rows(measure: Measure, encoder: Encoder, folder: Path) -> list[Ints
         if not (part := list(itertools.islice(lines, count))) or len(texts) == MAX_TEXTS:
             break
         texts.append(" ".join(part))
-    rows = token_rows(encoder, open_text(folder), texts)
-    ends = np.cumsum([len(row) for row in rows])
-    return [np.array(row, np.int64) for row, end in zip(rows, ends, strict=True) if end <= measure.max_tokens]
+    return within(token_rows(encoder, open_text(folder), texts), measure.max_tokens)
+
+
+def within(rows: Sequence[Sequence[int] | Ints], max_tokens: int) -> list[Ints]:
+    """The first rows of token ids, up to a number of tokens."""
+    arrays = [np.array(row, np.int64) for row in rows]
+    ends = np.cumsum([row.shape[-1] for row in arrays])
+    return [row for row, end in zip(arrays, ends, strict=True) if end <= max_tokens]
+
+
+def bundled_questions() -> tuple[list[str], list[tuple[str, list[int]]]]:
+    """(passages, questions with the indices of their candidates)."""
+    document = json.loads(tokens.read_text(None, bundled="questions/questions.json", flag=""))
+    return document["passages"], [(entry["text"], entry["candidates"]) for entry in document["questions"]]
 
 
 def random_text(measure: Measure, vocab_size: int) -> tuple[Ints, str]:

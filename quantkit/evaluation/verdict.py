@@ -34,6 +34,12 @@ class Limit:
 
 KL_DIVERGENCE = Limit(metric="KL divergence in nats", degraded=0.05, broken=0.5, show="{:.3g}")
 OTHER_TOP1 = Limit(metric="tokens with another top-1 prediction", degraded=0.2, broken=0.5)
+LABEL_KL = Limit(metric="KL divergence of labels in nats", degraded=0.005, broken=0.05, show="{:.3g}")
+OTHER_LABEL = Limit(metric="texts or tokens with another label", degraded=0.02, broken=0.1)
+RANKING_LOSS = Limit(
+    metric="1 - nDCG@10 of the original's ranking", degraded=0.015, broken=0.1, show="{:.3g}"
+)
+OTHER_FIRST = Limit(metric="queries with another first passage", degraded=0.1, broken=0.3)
 OUTPUT_ERROR = Limit(metric="relative RMS error of outputs", degraded=0.12, broken=0.5)
 # The order of sums alone makes a float32 graph differ from transformers by 2e-5 in 30 blocks.
 FLOAT_ERROR = Limit(
@@ -102,8 +108,17 @@ def _of_predictions(record: Accuracy) -> Iterator[Reading]:
 
 
 def _of_outputs(record: Similarity) -> Iterator[Reading]:
-    if record.is_meaningful:
+    labels, ranking = record.labels, record.ranking
+    if not record.is_meaningful:
+        return
+    if labels:
+        yield LABEL_KL, labels.kl_divergence, labels.kl_standard_error or 0.0
+        yield OTHER_LABEL, labels.flips, labels.flips_standard_error or 0.0
+    elif not (ranking and ranking.of_pairs):
         yield OUTPUT_ERROR, record.relative_rms_error, record.error_standard_error or 0.0
+    if ranking:
+        yield RANKING_LOSS, 1 - ranking.ndcg10, ranking.ndcg10_standard_error or 0.0
+        yield OTHER_FIRST, ranking.other_first, ranking.other_first_standard_error or 0.0
 
 
 def _of_provider(record: ProviderAccuracy) -> Iterator[Reading]:

@@ -70,6 +70,13 @@ def logits_of(model: Any) -> Logits:
     return lambda ids: run(input_ids=ids)
 
 
+def reference_pair_logits(source: Source) -> AnswerLogits:
+    """The reference as a function of token ids and token types, where it has types."""
+    model = reference_model(source)
+    run, has_types = _logits_of(model), "token_type_ids" in inspect.signature(model.forward).parameters
+    return lambda ids, types: run(input_ids=ids, **({"token_type_ids": types} if has_types else {}))
+
+
 def reference_vectors(source: Source) -> Logits:
     """The reference as a function of the token ids of one text, [1, T], to its sentence embedding, [1, D]."""
     sentence, states = source.sentence, reference_logits(source)

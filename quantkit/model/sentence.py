@@ -129,6 +129,13 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
     return sentence
 
 
+def cross_encoder_files(folder: Path | None, architecture: str) -> tuple[str, ...]:
+    """The files by which sentence-transformers opens a reranker."""
+    if folder is None or not architecture.endswith("ForSequenceClassification"):
+        return ()
+    return _files(folder, ()) if _read(folder / SETTINGS_FILE).get("model_type") == "CrossEncoder" else ()
+
+
 def require_width(sentence: SentenceModel, hidden_size: int | None, where: str) -> None:
     """Refuse files whose vectors do not fit into each other."""
     if sentence.width not in (None, hidden_size):

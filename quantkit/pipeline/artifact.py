@@ -30,6 +30,7 @@ from quantkit.report.stored import REPORT_FILE, read_report
 from quantkit.runtime.chat import Message, check_messages, conversation, open_chat_template
 from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.generate import Sampling, generate
+from quantkit.runtime.labels import head_of, score
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.manifest import require_whole
 from quantkit.runtime.providers.trial import ProviderChoice
@@ -155,7 +156,7 @@ class Artifact:
         return self.session.logits(np.atleast_2d(np.asarray(ids, np.int64)))
 
     def encode(self, texts: str | Sequence[str], *, prompt: str | None = None) -> NDArray[np.float32]:
-        """Vectors [N, D]: sentence embeddings, else means of an encoder's states or a classifier's logits.
+        """Vectors [N, D]: sentence embeddings, else means of an encoder's states.
 
         `prompt` names a prompt of the model, which is put before each text.
         """
@@ -166,8 +167,30 @@ class Artifact:
                 allowed="an artifact of an encoder",
                 next_step="artifact.logits(ids) gives a decoder's logits",
             )
+        if self.labels:
+            raise InputError(
+                "a classifier gives no vectors of texts",
+                where=str(self.folder),
+                allowed="an encoder without labels",
+                next_step="'quantkit score' or artifact.score(texts) gives labels, and a reranker's scores",
+            )
         batch = [texts] if isinstance(texts, str) else list(texts)
         return vectors(self.session, token_rows(self.session, self.tokenizer, batch, prompt))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of a classifier's labels; of a reranker one, of another model none."""
+        head = head_of(self.session) if isinstance(self.session, Encoder) else None
+        return head.labels if head else ()
+
+    def score(self, texts: str | Sequence[str], *, query: str | None = None) -> NDArray[np.float32]:
+        """Probabilities of labels, or a reranker's scores of texts for a query, [N, labels]."""
+        if not isinstance(self.session, Encoder):
+            raise InputError(
+                "a decoder gives no labels", where=str(self.folder), allowed="a classifier or a reranker"
+            )
+        batch = [texts] if isinstance(texts, str) else list(texts)
+        return score(self.session, self.tokenizer, batch, query)
 
     def evaluate(
         self,

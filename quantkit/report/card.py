@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quantkit.recipe import Recipe
-from quantkit.report.clients import loading
+from quantkit.report.clients import Head, head_of, loading
 from quantkit.report.inspection import plan_lines
 from quantkit.report.measurements import measured_tables, protocol_lines, verdict_line
 from quantkit.report.tables import Json, Page, to_markdown
@@ -22,6 +22,12 @@ TASKS: Mapping[str, str] = {  # kind of the graph -> the Hub's name of the task
     "decoder": "text-generation",
     "encoder": "feature-extraction",
 }
+HEAD_TASKS: Mapping[Head, str] = {
+    "texts": "text-classification",
+    "tokens": "token-classification",
+    "pairs": "text-ranking",
+    "vectors": "sentence-similarity",
+}
 
 
 def model_card(document: Json, recipe: Recipe) -> str:
@@ -30,8 +36,9 @@ def model_card(document: Json, recipe: Recipe) -> str:
         "tags": ["quantkit", "onnx", "onnxruntime", "quantized", str(document["scheme"])],
         "library_name": "onnxruntime",
     }
-    if document.get("kind") in TASKS:
-        metadata["pipeline_tag"] = TASKS[document["kind"]]
+    task = HEAD_TASKS.get(head_of(document)) or TASKS.get(document.get("kind", ""))
+    if task:
+        metadata["pipeline_tag"] = task
     base = recipe.model or ""
     is_of_hub = HUB_NAME.fullmatch(base) and base != "demo" and not Path(base).exists()
     if is_of_hub and not recipe.random_weights:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from quantkit.plan.targets import TARGETS
 from quantkit.report.tables import Json
@@ -57,6 +58,22 @@ for entry in session.get_inputs():
         feeds[entry.name] = np.zeros((1, heads, 0, size), kind)
 feeds["num_logits"] = np.array([ids.size])  # logits of this many last tokens; left out, of the last one
 print(session.run(["logits"], feeds)[0].shape)"""
+PIPELINE = """\
+from optimum.onnxruntime import ORTModelFor{name}Classification
+from transformers import AutoTokenizer, pipeline
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = ORTModelFor{name}Classification.from_pretrained(".")
+print(pipeline("{task}-classification", model=model, tokenizer=tokenizer)("a text"))"""
+CROSS_ENCODER = """\
+from sentence_transformers import CrossEncoder
+
+print(CrossEncoder(".", backend="onnx").predict([("a query", "a passage")]))"""
+SENTENCES = """\
+from sentence_transformers import SentenceTransformer
+
+print(SentenceTransformer(".", backend="onnx").encode(["a text", "another"]).shape)"""
+Head = Literal["texts", "tokens", "pairs", "vectors", ""]  # what is labelled, ranked or embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +82,40 @@ class Code:
     text: str
 
 
+CALLS: Mapping[Head, str] = {
+    "texts": 'score(["a text", "another"])',
+    "pairs": 'score(["a passage", "another"], query="a query")',
+}
+PEERS: Mapping[Head, Code] = {
+    "texts": Code(title="optimum", text=PIPELINE.format(name="Sequence", task="text")),
+    "tokens": Code(title="optimum", text=PIPELINE.format(name="Token", task="token")),
+    "pairs": Code(title="sentence-transformers", text=CROSS_ENCODER),
+    "vectors": Code(title="sentence-transformers", text=SENTENCES),
+}
+
+
+def head_of(document: Json) -> Head:
+    """What a compared encoder is for; "" where its report does not say."""
+    similarity = document.get("similarity", {})
+    labels, ranking = similarity.get("labels"), similarity.get("ranking")
+    if labels:
+        return "tokens" if labels["of_tokens"] else "texts"
+    if ranking:
+        return "pairs" if ranking["of_pairs"] else "vectors"
+    return "vectors" if "nearest_agreement" in similarity else ""
+
+
 def loading(document: Json) -> Iterable[Code]:
     """Code for each client, from the content of report.json."""
     files, kind = document.get("files", {}), document.get("kind")
     graphs = sorted(name for name in files if name.endswith(".onnx"))
     if not kind or not graphs:
         return
-    yield Code(title="quantkit", text=QUANTKIT.format(call=ENCODE if "similarity" in document else GENERATE))
+    head = head_of(document)
+    call = CALLS.get(head, ENCODE if "similarity" in document else GENERATE)
+    yield Code(title="quantkit", text=QUANTKIT.format(call=call))
+    if head in PEERS and not TARGETS[document["target"]].is_static:
+        yield PEERS[head]
     if kind == "decoder" and not TARGETS[document["target"]].is_static:
         yield Code(title="optimum", text=OPTIMUM)
     if "genai_config.json" in files:

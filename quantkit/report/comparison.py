@@ -71,6 +71,12 @@ METRICS: Mapping[str, Metric] = {
     "mean_cosine": Metric(
         title="cosine", path="similarity.mean_cosine", show="{:.5f}".format, conditions=SIMILARITY
     ),
+    "flips": Metric(
+        title="other labels", path="similarity.labels.flips", show="{:.1%}".format, conditions=SIMILARITY
+    ),
+    "ndcg10": Metric(
+        title="nDCG@10", path="similarity.ranking.ndcg10", show="{:.3f}".format, conditions=SIMILARITY
+    ),
     "prefill_ms": Metric(title="prefill ms", path="latency.0.prefill_ms", show=figures, conditions=MACHINE),
     "decode_ms_per_token": Metric(
         title="decode ms", path="latency.0.decode_ms_per_token", show=figures, conditions=DECODING

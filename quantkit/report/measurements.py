@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quantkit.evaluation.verdict import FLOAT_ERROR
@@ -16,6 +17,26 @@ from quantkit.report.tables import Json, Page, Table
 Row = tuple[str, str, str, str]  # metric, reference, quantized, change
 SPREAD = ("median", "lowest", "quartiles", "highest", "runs")
 NONE = "-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadFigure:
+    """A figure of labels or rankings, with its standard error and what it was measured on."""
+
+    name: str
+    value: str
+    spread: str
+    compared: str
+
+
+def has_scores(similarity: Json) -> bool:
+    """Whether the outputs are a reranker's scores."""
+    return bool(similarity.get("ranking", {}).get("of_pairs"))
+
+
+def shows_vectors(similarity: Json) -> bool:
+    """Whether the error of outputs is what users notice; of classifiers and rerankers it is not."""
+    return "labels" not in similarity and not has_scores(similarity)
 
 
 def rerun_page(document: Mapping[str, Any]) -> Page:
@@ -70,15 +91,7 @@ def protocol_lines(document: Json) -> Iterable[str]:
             f"{protocol['window']}, stride {protocol['stride']}; ± is one standard error{_doubt(accuracy)}"
         )
     if similarity:
-        compared = (
-            f"sentence embeddings of {similarity['num_windows']} texts of up to"
-            if "nearest_agreement" in similarity
-            else f"outputs on {similarity['num_windows']} windows of"
-        )
-        yield (
-            f"accuracy: {compared} {similarity['window']} tokens of "
-            f"{similarity['text']}, compared with the reference's{_doubt(similarity)}"
-        )
+        yield from _similarity_lines(similarity)
     if "float_error" in document:
         error = document["float_error"]
         yield (
@@ -157,8 +170,12 @@ def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
     label = "" if similarity["is_meaningful"] else " (meaningless: random weights)"
     nearest = similarity.get("nearest_agreement")
     outputs = "pooled outputs" if nearest is None else "sentence embeddings"
+    for figure in head_figures(similarity):
+        yield figure.name, NONE, f"{figure.value}{figure.spread}", NONE
     if nearest is not None:
         yield f"same nearest text{label}", NONE, f"{nearest:.1%}", NONE
+    if not shows_vectors(similarity):
+        return
     for name, value in (
         (f"mean cosine of {outputs}", f"{similarity['mean_cosine']:.5f}"),
         (f"lowest cosine of {outputs}", f"{similarity['lowest_cosine']:.5f}"),
@@ -166,6 +183,46 @@ def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
         ("largest output error", f"{similarity['max_relative_error']:.2%}"),
     ):
         yield f"{name}{label}", NONE, value, NONE
+
+
+def _similarity_lines(similarity: Json) -> Iterable[str]:
+    count, labels, ranking = similarity["num_windows"], similarity.get("labels"), similarity.get("ranking")
+    if labels:
+        compared = f"{labels['num_labels']} labels of {count} texts of up to"
+    elif has_scores(similarity):
+        compared = f"scores of {count} pairs of up to"
+    elif "nearest_agreement" in similarity:
+        compared = f"sentence embeddings of {count} texts of up to"
+    else:
+        compared = f"outputs on {count} windows of"
+    yield (
+        f"accuracy: {compared} {similarity['window']} tokens of "
+        f"{similarity['text']}, compared with the reference's{_doubt(similarity)}"
+    )
+    if ranking:
+        yield (
+            f"ranking: {ranking['num_queries']} bundled questions, {ranking['num_passages']} passages for "
+            "each; nDCG@10 with gains of 10 to 1 for the reference's first ten"
+        )
+
+
+def head_figures(similarity: Json) -> Iterable[HeadFigure]:
+    """Labels of a classifier, rankings of a reranker or a sentence model."""
+    labels, ranking = similarity.get("labels"), similarity.get("ranking")
+    if labels:
+        compared = f"{labels['num_compared']:,} {'tokens' if labels['of_tokens'] else 'texts'}"
+        yield _head_figure(labels, "flips", "other labels", compared, "{:.1%}")
+        yield _head_figure(labels, "kl_divergence", "KL divergence of labels, nats", compared, "{:.2g}")
+    if ranking:
+        compared = f"{ranking['num_queries']} queries, {ranking['num_passages']} passages"
+        yield _head_figure(ranking, "ndcg10", "nDCG@10 of the reference's ranking", compared, "{:.3f}")
+        yield _head_figure(ranking, "other_first", "other first passages", compared, "{:.1%}")
+
+
+def _head_figure(part: Json, key: str, name: str, compared: str, show: str) -> HeadFigure:
+    error = part.get(f"{key}_standard_error")
+    spread = f" ± {show.format(error)}" if error else ""
+    return HeadFigure(name=name, value=show.format(part[key]), spread=spread, compared=compared)
 
 
 def _latency_rows(entries: list[Json]) -> Iterable[Row]:

@@ -21,7 +21,13 @@ from quantkit.report.figures import figures, megabytes
 from quantkit.report.inspection import plan_lines
 from quantkit.report.layer_map import LayerMap, layer_map, layer_table
 from quantkit.report.losses import budget_line, loss_lines, loss_tables
-from quantkit.report.measurements import machine_line, measured_tables, protocol_lines
+from quantkit.report.measurements import (
+    head_figures,
+    machine_line,
+    measured_tables,
+    protocol_lines,
+    shows_vectors,
+)
 from quantkit.report.pictures import Bars, Point, Scatter, bars_of, scatter
 from quantkit.report.tables import Json, Table
 
@@ -177,8 +183,10 @@ def _summary(document: Json) -> Iterable[str]:
         yield f"KL divergence {accuracy['kl_divergence']:.3g} ± {accuracy['kl_standard_error']:.1g} nats"
         yield f"perplexity {increase:+.2f} ± {error:.2f}%"
     if similarity:
-        yield f"error of outputs {similarity['relative_rms_error']:.2%}"
-        yield f"mean cosine {similarity['mean_cosine']:.5f}"
+        yield from (f"{figure.name} {figure.value}" for figure in head_figures(similarity))
+        if shows_vectors(similarity):
+            yield f"error of outputs {similarity['relative_rms_error']:.2%}"
+            yield f"mean cosine {similarity['mean_cosine']:.5f}"
     search = document.get("search")
     if search:
         yield f"budget: {budget_line(search)}"
@@ -219,7 +227,10 @@ def _tiles(document: Json) -> Iterable[Tile]:
             value=f"{accuracy['top1_agreement']:.2%}",
             detail=f"{accuracy['protocol']['num_tokens']:,} tokens",
         )
-    if similarity:
+    for figure in head_figures(similarity or {}):
+        name = figure.name if figure.name[1].isupper() else figure.name.capitalize()  # nDCG, KL
+        yield Tile(name=name, value=figure.value, detail=figure.compared)
+    if similarity and shows_vectors(similarity):
         yield Tile(
             name="Error of outputs",
             value=f"{similarity['relative_rms_error']:.2%}",

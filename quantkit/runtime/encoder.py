@@ -59,17 +59,17 @@ class Encoder:
     def types(self) -> Mapping[str, Any]:
         return {value.name: TYPES.get(value.type, np.int64) for value in self.session.get_inputs()}
 
-    def logits(self, ids: Ints) -> Floats:
-        return encode(self, ids)[self.outputs[0]]
+    def logits(self, ids: Ints, token_types: Ints | None = None) -> Floats:
+        return encode(self, ids, token_types=token_types)[self.outputs[0]]
 
     @property
     def pools(self) -> bool:
         """Whether the graph gives one vector a text."""
         return VECTOR in self.outputs
 
-    def vectors(self, ids: Ints, mask: Ints | None = None) -> Floats:
+    def vectors(self, ids: Ints, mask: Ints | None = None, token_types: Ints | None = None) -> Floats:
         """Sentence embeddings, [batch, width]; else the mean of the states, or a classifier's logits."""
-        outputs = encode(self, ids, mask)
+        outputs = encode(self, ids, mask, token_types=token_types)
         values = outputs.get(VECTOR, outputs[self.outputs[0]])
         if values.ndim < 3:
             return values

@@ -51,6 +51,12 @@ def _settings(encoder: Encoder) -> dict[str, Any]:
     return settings
 
 
+def prompt_of(encoder: Encoder, names: Sequence[str]) -> str | None:
+    """The first of some names that is a prompt of the model."""
+    prompts = _settings(encoder).get("prompts") or {}
+    return next((name for name in names if name in prompts), None)
+
+
 def _prompt(settings: Mapping[str, Any], name: str | None) -> str:
     prompts = settings.get("prompts") or {}
     name = settings.get("default_prompt") if name is None else name
@@ -61,8 +67,10 @@ def _prompt(settings: Mapping[str, Any], name: str | None) -> str:
     return str(prompts[name])
 
 
-def vectors(encoder: Encoder, rows: Sequence[Sequence[int]]) -> Floats:
-    """One vector a text, [N, D], run in batches of similar lengths."""
+def vectors(
+    encoder: Encoder, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
+) -> Floats:
+    """One vector a text, [N, D], run in batches of similar lengths; token types are zeros by default."""
     config = encoder.folder / "config.json"
     ids = token_ids(read_json(config), "pad_token_id", where=config) if config.exists() else ()
     padding = next(iter(ids), 0)
@@ -70,11 +78,12 @@ def vectors(encoder: Encoder, rows: Sequence[Sequence[int]]) -> Floats:
     for batch in batches([len(row) for row in rows]):
         longest = max(1, *(len(rows[index]) for index in batch))
         ids_BT = np.full((len(batch), longest), padding, np.int64)
-        mask_BT = np.zeros_like(ids_BT)
+        mask_BT, types_BT = np.zeros_like(ids_BT), np.zeros_like(ids_BT)
         for place, index in enumerate(batch):
             ids_BT[place, : len(rows[index])] = rows[index]
             mask_BT[place, : len(rows[index])] = 1
-        found |= dict(zip(batch, encoder.vectors(ids_BT, mask_BT), strict=True))
+            types_BT[place, : len(rows[index])] = types[index] if types else 0
+        found |= dict(zip(batch, encoder.vectors(ids_BT, mask_BT, types_BT), strict=True))
     return np.stack([found[index] for index in range(len(rows))])
 
 

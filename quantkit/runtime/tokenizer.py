@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from quantkit.errors import InputError
 from quantkit.files import read_json, reading, require_regular
@@ -27,12 +27,19 @@ class Text:
 
     def encode(self, text: str, *, adds_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids, with the model's special tokens; of a longer text the first `most`, these included."""
+        return list(self.read(text, adds_special_tokens=adds_special_tokens, most=most).ids)
+
+    def read(
+        self, text: str | tuple[str, str], *, adds_special_tokens: bool = True, most: int | None = None
+    ) -> Encoding:
+        """Token ids and token types of a text, or of two texts; of two the longer is cut."""
+        texts = (text,) if isinstance(text, str) else text
         with reading(TOKENIZER_FILE, "it cannot encode the text"):
             if most:
                 self.tokenizer.enable_truncation(most)
-            ids = list(self.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
+            encoding = self.tokenizer.encode(*texts, add_special_tokens=adds_special_tokens)
             self.tokenizer.no_truncation()
-            return ids
+            return encoding
 
     def decode(self, ids: list[int]) -> str:
         """The text without special tokens."""

@@ -7,9 +7,11 @@ import pytest
 from quantkit.evaluation.measurements import (
     Accuracy,
     FloatError,
+    Labels,
     Perplexity,
     ProviderAccuracy,
     ProviderRun,
+    Ranking,
     Similarity,
 )
 from quantkit.evaluation.verdict import judge, judge_providers
@@ -28,13 +30,31 @@ def accuracy(kl: float, kl_error: float = 0.0, top1: float = 1.0, top1_error: fl
 
 
 def similarity(
-    error: float, standard_error: float | None = None, *, is_meaningful: bool = True
+    error: float, standard_error: float | None = None, *, is_meaningful: bool = True, **parts
 ) -> Similarity:
     return Similarity(
         mean_cosine=1.0, lowest_cosine=1.0, relative_rms_error=error, max_relative_error=error,
         num_windows=9, window=128, text="a text", is_meaningful=is_meaningful,
-        error_standard_error=standard_error,
+        error_standard_error=standard_error, **parts,
     )  # fmt: skip
+
+
+def labels(kl: float, flips: float, kl_error: float = 0.0, flips_error: float = 0.0) -> Similarity:
+    """Of a classifier, whose error of outputs does not count."""
+    part = Labels(
+        flips=flips, flips_standard_error=flips_error, kl_divergence=kl, kl_standard_error=kl_error,
+        num_labels=157, num_compared=289,
+    )  # fmt: skip
+    return similarity(0.9, labels=part)
+
+
+def ranking(ndcg: float, ndcg_error: float, other: float, *, of_pairs: bool = True, error=0.9) -> Similarity:
+    """Of a reranker, whose error of outputs does not count, or of vectors, whose error counts too."""
+    part = Ranking(
+        ndcg10=ndcg, ndcg10_standard_error=ndcg_error, lowest_ndcg10=ndcg, other_first=other,
+        other_first_standard_error=0.04, num_queries=40, num_passages=249, of_pairs=of_pairs,
+    )  # fmt: skip
+    return similarity(error, ranking=part)
 
 
 def provider(kl: float | None, error: float | None = None) -> ProviderAccuracy:
@@ -58,6 +78,16 @@ def provider(kl: float | None, error: float | None = None) -> ProviderAccuracy:
         pytest.param(similarity(0.1525), "degraded", id="MiniLM int8_channel"),
         pytest.param(similarity(0.3105), "degraded", id="MiniLM int4_block32"),
         pytest.param(similarity(0.83), "broken", id="an encoder with wrong positions"),
+        pytest.param(labels(0.0032, 0.003, 0.0002, 0.003), "faithful", id="intents int8_mixed"),
+        pytest.param(labels(0.0075, 0.035, 0.0004, 0.011), "degraded", id="intents int8_channel"),
+        pytest.param(labels(0.0186, 0.073, 0.0008, 0.015), "degraded", id="intents int4_block32"),
+        pytest.param(labels(0.2, 0.01), "broken", id="probabilities that thresholds no longer fit"),
+        pytest.param(labels(0.001, 0.3, 0, 0.02), "broken", id="other labels alone"),
+        pytest.param(ranking(0.9855, 0.0021, 0.025), "faithful", id="order of int8_mixed"),
+        pytest.param(ranking(0.9779, 0.0033, 0.025), "degraded", id="order of int8_channel"),
+        pytest.param(ranking(0.72, 0.01, 0.92), "broken", id="twelve passages in any order"),
+        pytest.param(ranking(0.99, 0.002, 0.2), "degraded", id="first passages alone"),
+        pytest.param(ranking(1, 0, 0, of_pairs=False, error=0.2), "degraded", id="vectors in the same order"),
         # A value beyond a limit by less than two standard errors is not.
         pytest.param(accuracy(0.06, 0.006), "faithful", id="0.06 within the spread"),
         pytest.param(accuracy(0.06, 0.004), "degraded", id="0.06 beyond the spread"),

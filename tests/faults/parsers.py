@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mutations
@@ -153,6 +154,13 @@ def open_stored(folder: Path, file: Path) -> None:
     _ = artifact.vocab_size, artifact.described, artifact.context
     if artifact.session.generates:
         list(generate(artifact.session, [[1, 2, 3]], max_new_tokens=2))
+
+
+def read_head(folder: Path, file: Path) -> None:
+    from quantkit.runtime.labels import head_of
+
+    session = SimpleNamespace(get_outputs=lambda: [SimpleNamespace(shape=["batch", "labels"])])
+    head_of(SimpleNamespace(folder=folder, session=session))
 
 
 def read_graph(folder: Path, file: Path) -> None:
@@ -301,6 +309,9 @@ CHAT = b"""{% for message in messages %}{{ message['role'] }}: {{ message.conten
 MODULES = b"""[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
 {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
 {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}]"""
+HEAD = b"""{"architectures": ["BertForSequenceClassification"], "id2label": {"0": "good"},
+"problem_type": "regression",
+"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}"""
 POOLING = b'{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true, "include_prompt": true}'
 PARSERS: dict[str, Parser] = {
     "recipe": Parser("artifact", "recipe.yaml", mutations.yaml_files, read_recipe),
@@ -318,6 +329,7 @@ PARSERS: dict[str, Parser] = {
     "manifest": Parser("artifact", "manifest.json", JSON, read_manifest),
     "report": Parser("artifact", "report.json", JSON, read_report),
     "artifact's config": Parser("artifact", "config.json", JSON, open_stored),
+    "labels": Parser("artifact", "config.json", JSON, read_head, HEAD),
     "artifact's recipe": Parser("artifact", "recipe.yaml", mutations.yaml_files, open_stored),
     "graph": Parser("artifact", "model.onnx", ONNX, read_graph),
     "statistics index": Parser("statistics", "index.json", JSON, read_statistics),

@@ -36,6 +36,7 @@ from quantkit.model.companions import config_for_artifact, make_fast_tokenizer, 
 from quantkit.model.linears import LINEARS
 from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap, to_json
+from quantkit.model.sentence import cross_encoder_files
 from quantkit.model.weights.open import require_names
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.folder import folder_bytes
@@ -373,7 +374,8 @@ def write_companions(
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for path in tokenizer_files(source):
         shutil.copyfile(path, folder / path.name)
-    for name in model_map.sentence.files if model_map.sentence and source.folder else ():
+    sentence = model_map.sentence
+    for name in sentence.files if sentence else cross_encoder_files(source.folder, model_map.architecture):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(Path(str(source.folder)) / name, folder / name)
     if not (folder / TOKENIZER_FILE).exists():

@@ -12,6 +12,7 @@ from quantkit.model.model_map import EmbeddingKind, ModelMap
 from quantkit.pipeline.stages.export import float_bytes
 from quantkit.quantization.layout import planned_bytes
 from quantkit.quantization.rounding import FITS
+from quantkit.runtime.labels import OF_TEXTS
 from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.machine.disk import require_free
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
@@ -35,6 +36,18 @@ def require_tokenizer(source: Source, model_map: ModelMap) -> None:
             f"the tokenizer has {num_tokens} tokens, and the model {max(rows)} embeddings",
             where=str(source.folder / TOKENIZER_FILE),
             next_step="tokenizer and weights belong to different models; copy or download both again",
+        )
+
+
+def require_padding(source: Source, model_map: ModelMap) -> None:
+    """Refuse a decoder that labels texts and has no padding token, by which it finds the end of a text."""
+    is_causal = any(attention.is_causal for block in model_map.blocks for attention in block.attentions)
+    is_classifier = model_map.architecture.endswith(OF_TEXTS)
+    if is_causal and is_classifier and source.config.get("pad_token_id") is None:
+        raise InputError(
+            f"{model_map.architecture} has no 'pad_token_id', by which it finds the end of a text",
+            where=source.name,
+            next_step="set pad_token_id in config.json to the tokenizer's padding token",
         )
 
 

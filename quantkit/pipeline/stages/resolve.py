@@ -21,7 +21,7 @@ from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.stages.export import kind_of, projection_formats, require_exportable, require_tensors
 from quantkit.pipeline.stages.min_dim import with_measured_sizes
-from quantkit.pipeline.stages.preflight import require_tokenizer
+from quantkit.pipeline.stages.preflight import require_padding, require_tokenizer
 from quantkit.pipeline.stages.static_recipe import settle_static, static_notes
 from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
@@ -75,6 +75,7 @@ def resolve(
         model_map = _with_latents(recipe, model_map, source)
     kind = kind_of(model_map, TARGETS[recipe.target])
     require_tokenizer(source, model_map)
+    require_padding(source, model_map)
     model_map = with_pooling(model_map, kind, TARGETS[recipe.target])
     recipe = with_defaults(settle_static(recipe, model_map, kind), model_map, kind)
     shape_times: tuple[ShapeTime, ...] = ()
