@@ -11,7 +11,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TypeVar
 from quantkit.errors import InputError
 from quantkit.evaluation.accuracy import Ints, TextPerplexity, measure_accuracy, measure_perplexity
 from quantkit.evaluation.artifact import LARGEST_WINDOW, OpenArtifact, open_measured
+from quantkit.evaluation.categories import accuracy_by_category, category_windows
 from quantkit.evaluation.encoder_decoder import measure_halves
 from quantkit.evaluation.encoders import compare_encoder
 from quantkit.evaluation.latency import Budget, bytes_per_token, fitting, measure_latency, phases_of
@@ -187,8 +188,9 @@ def compare(
             return measure_perplexity(
                 model=session.logits, token_ids=ids, window=window, stride=stride, text=text, progress=count
             )
-        return measure_accuracy(
-            reference=original.logits(),
+        logits = original.logits()
+        accuracy = measure_accuracy(
+            reference=logits,
             quantized=session.logits,
             token_ids=ids,
             window=window,
@@ -197,6 +199,13 @@ def compare(
             is_meaningful=is_meaningful,
             progress=count,
         )
+    if not is_meaningful or not (artifact.folder / TOKENIZER_FILE).exists():
+        return accuracy
+    windows = category_windows(measure, artifact.folder, context=context, vocab_size=artifact.vocab_size)
+    total = sum(windows_NT.size for windows_NT in windows.values())
+    with progress.stage("accuracy by category", total=total, unit="tokens") as count:
+        categories = accuracy_by_category(logits, session.logits, windows, count)
+    return replace(accuracy, categories=categories)
 
 
 def answers_window(measure: Measure, session: Session, num_tokens: int) -> int:

@@ -21,6 +21,18 @@ class Perplexity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CategoryAccuracy:
+    """A decoder and its reference on a few windows of one category of text."""
+
+    name: str
+    kl_divergence: float
+    kl_standard_error: float
+    flip_rate: float  # share of positions with another argmax
+    num_tokens: int
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
     """A quantized model compared with its reference token by token on a text."""
 
@@ -39,6 +51,7 @@ class Accuracy:
     stride: int
     text: str  # name of the text
     is_meaningful: bool = True  # False with random weights
+    categories: tuple[CategoryAccuracy, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

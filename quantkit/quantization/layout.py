@@ -93,17 +93,22 @@ class Checkpoint:
         )
         return values.reshape(slot.spec.shape)
 
-    def weight_OI(self, name: str, grid: Grid, columns: int) -> Floats:
-        """The decoded weights of a pack or table."""
-        scales = self.read(f"{name}.scales").astype(np.float32)
+    def weight_OI(self, name: str, grid: Grid, columns: int, rows: slice = slice(None)) -> Floats:
+        """The decoded weights of a pack or table, or of some rows of it."""
+
+        def stored(part: str) -> NDArray[Any]:
+            slot = self.slots[f"{name}.{part}"]
+            return np.memmap(self.path, DTYPES[slot.spec.dtype], "r", slot.offset, slot.spec.shape)
+
+        scales = stored("scales")[rows].astype(np.float32)
         if grid.in_halves:
-            codes_OI = from_halves(*(self.read(f"{name}.{half}") for half in HALVES))
+            codes_OI = from_halves(*(stored(half)[rows] for half in HALVES))
             return np.asarray(codes_OI * scales[:, None], np.float32)
         if grid.block is None and f"{name}.codes_IO" in self.slots:
-            return np.ascontiguousarray((self.read(f"{name}.codes_IO") * scales).T, np.float32)
-        codes, zeros = from_bytes(self.read(f"{name}.codes"), grid.bits, grid.block or columns), None
+            return np.ascontiguousarray((stored("codes_IO")[:, rows] * scales).T, np.float32)
+        codes, zeros = from_bytes(stored("codes")[rows], grid.bits, grid.block or columns), None
         if not grid.is_symmetric:
-            zeros = from_bytes(self.read(f"{name}.zeros"), grid.bits, grid.num_blocks(columns))
+            zeros = from_bytes(stored("zeros")[rows], grid.bits, grid.num_blocks(columns))
         return decode(codes, scales, columns, zeros)
 
 

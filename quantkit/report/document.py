@@ -24,9 +24,11 @@ from quantkit.evaluation.measurements import (
 from quantkit.evaluation.samples import Samples
 from quantkit.evaluation.verdict import Judgement, is_broken
 from quantkit.model.model_map import to_json
+from quantkit.plan.cost.phases import MachineRoofline
 from quantkit.plan.min_dim import ShapeTime
 from quantkit.plan.plan import Count, FormulaCheck, Plan
 from quantkit.quantization.rounding.errors import LayerLoss
+from quantkit.quantization.rounding.pack_histograms import PackHistograms
 from quantkit.quantization.search import SearchResult
 from quantkit.report.alarms import alarms_of
 from quantkit.runtime.providers.placement import Placement
@@ -114,6 +116,8 @@ class Report:
     fit: str = "rtn"
     transforms: tuple[str, ...] = ()
     layer_losses: tuple[LayerLoss, ...] = ()
+    histograms: tuple[PackHistograms, ...] = ()  # of the packs with the largest errors
+    roofline: MachineRoofline | None = None
     smoothing: tuple[Smoothing, ...] = ()
     search: SearchResult | None = None
     shape_times: tuple[ShapeTime, ...] = ()  # of `min_dim: auto`

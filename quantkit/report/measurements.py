@@ -12,11 +12,18 @@ from typing import Any
 from quantkit.evaluation.verdict import FLOAT_ERROR
 from quantkit.report.alarms import MEMORY_PEAKS, verdict_alarms
 from quantkit.report.figures import figures, megabytes, with_error
-from quantkit.report.tables import Json, Page, Table
+from quantkit.report.tables import Cells, Json, Page, Table, table_of
 
 Row = tuple[str, str, str, str]  # metric, reference, quantized, change
 SPREAD = ("median", "lowest", "quartiles", "highest", "runs")
 NONE = "-"
+CATEGORIES: Cells = {
+    "category": lambda row: str(row["name"]),
+    "KL divergence, nats": lambda row: f"{row['kl_divergence']:.3g} ± {row['kl_standard_error']:.1g}",
+    "likeliest token flips": lambda row: f"{row['flip_rate']:.2%}",
+    "window": lambda row: f"{row['window']}",
+    "tokens": lambda row: f"{row['num_tokens']:,}",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +81,15 @@ def measured_tables(document: Json) -> tuple[Table, ...]:
         numeric=columns[1:],
     )
     spread = tuple(_spread_rows(document.get("latency", [])))
-    if not spread:
-        return (metrics,)
-    return metrics, Table(
-        title="Spread of the runs", columns=("phase", "model", *SPREAD), rows=spread, numeric=SPREAD
-    )
+    tables = [metrics]
+    if categories := document.get("accuracy", {}).get("categories"):
+        tables.append(table_of("By category of text", categories, CATEGORIES))
+    if spread:
+        columns = ("phase", "model", *SPREAD)
+        tables.append(
+            Table(title="Spread of the runs", columns=columns, rows=spread, numeric=SPREAD, is_folded=True)
+        )
+    return tuple(tables)
 
 
 def protocol_lines(document: Json) -> Iterable[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 16, 44  # margins
 LOGARITHMIC_FROM = 8  # highest over lowest value
+FRONTIER = "each point is a measured configuration; the line joins those that no other beats in both."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,7 @@ class Point:
     label: str
     description: str
     is_chosen: bool = False
+    is_labelled: bool = False  # in the picture too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +72,13 @@ class Axis:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scatter:
     title: str
+    note: str
     x_name: str
     y_name: str
     x: Axis
     y: Axis
     points: tuple[Point, ...]
-    frontier: str  # points of the line of those that nothing beats
+    frontier: str  # points of a line
     limit: tuple[float, str] | None  # a horizontal line
 
 
@@ -110,26 +113,35 @@ def scatter(
     names: tuple[str, str],
     points: Sequence[Point],
     *,
+    note: str = FRONTIER,
     limit: tuple[float, str] | None = None,
+    line: Sequence[tuple[float, float]] | None = None,
 ) -> Scatter:
-    x = _axis([point.x for point in points], LEFT, WIDTH - RIGHT)
-    heights = [point.y for point in points] + ([limit[0]] if limit else [])
+    """Points, and a line: the given one, or through the points that no other beats in both."""
+    if line is None:
+        line = _frontier(points)
+    x = _axis([point.x for point in points] + [place for place, _ in line], LEFT, WIDTH - RIGHT)
+    heights = [point.y for point in points] + [height for _, height in line] + ([limit[0]] if limit else [])
     y = _axis(heights, HEIGHT - BOTTOM, TOP)
-    frontier, lowest = [], math.inf
-    for point in sorted(points, key=lambda point: (point.x, point.y)):
-        if point.y < lowest:
-            frontier.append(f"{x.at(point.x)},{y.at(point.y)}")
-            lowest = point.y
     return Scatter(
         title=title,
+        note=note,
         x_name=names[0],
         y_name=names[1],
         x=x,
         y=y,
         points=tuple(points),
-        frontier=" ".join(frontier),
+        frontier=" ".join(f"{x.at(place)},{y.at(height)}" for place, height in line),
         limit=(y.at(limit[0]), limit[1]) if limit else None,
     )
+
+
+def _frontier(points: Sequence[Point]) -> list[tuple[float, float]]:
+    line: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: (point.x, point.y)):
+        if not line or point.y < line[-1][1]:
+            line.append((point.x, point.y))
+    return line
 
 
 def _axis(values: Sequence[float], start: float, end: float) -> Axis:

@@ -35,6 +35,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     numeric: tuple[str, ...] = ()  # columns aligned to the right and never broken
     whole: tuple[str, ...] = ()  # columns broken only where the screen has no room for them
+    is_folded: bool = False  # on a web page, until it is asked for
 
 
 def table_of(

@@ -18,6 +18,7 @@ from quantkit.report.answers import Answers, answers_of
 from quantkit.report.clients import Code, loading, reproducing
 from quantkit.report.comparison import METRICS, Comparison, comparison_page, short_names
 from quantkit.report.figures import figures, megabytes
+from quantkit.report.histograms import PackPictures, pack_pictures
 from quantkit.report.inspection import plan_lines
 from quantkit.report.layer_map import LayerMap, layer_map, layer_table
 from quantkit.report.losses import budget_line, loss_lines, loss_tables
@@ -29,6 +30,7 @@ from quantkit.report.measurements import (
     shows_vectors,
 )
 from quantkit.report.pictures import Bars, Point, Scatter, bars_of, scatter
+from quantkit.report.roofline import roofline_picture, roofline_table
 from quantkit.report.tables import Json, Table
 
 PAGE_FILE = "report.html"
@@ -70,7 +72,10 @@ class WebPage:
     layers: Table | None = None
     scatter: Scatter | None = None
     bars: tuple[Bars, ...] = ()
+    roofline: Scatter | None = None
+    roofline_table: Table | None = None
     losses: tuple[Table, ...] = ()
+    histograms: tuple[PackPictures, ...] = ()
     decisions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     reproduce: tuple[Code, ...] = ()
@@ -83,7 +88,7 @@ def report_html(document: Json) -> str:
     """The page of one artifact, from the content of report.json."""
     judgement = document.get("judgement")
     verdict = judgement["verdict"] if judgement else "none"
-    has_layers = bool(document.get("layers"))
+    has_layers, roofline = bool(document.get("layers")), document.get("roofline")
     page = WebPage(
         title=document["model"],
         kicker="Quantization report",
@@ -100,7 +105,10 @@ def report_html(document: Json) -> str:
         layers=layer_table(document) if has_layers else None,
         scatter=_search_picture(document.get("search")),
         bars=tuple(bars for bars in _bars(document) if bars),
+        roofline=roofline_picture(roofline) if roofline else None,
+        roofline_table=roofline_table(roofline) if roofline else None,
         losses=tuple(loss_tables(document)),
+        histograms=pack_pictures(document.get("histograms", ())),
         decisions=(*plan_lines(document), *loss_lines(document), *_kept_lines(document)),
         notes=tuple(document.get("notes", ())),
         reproduce=tuple(reproducing(document)),

@@ -12,13 +12,18 @@ from html.parser import HTMLParser
 import pytest
 from test_quantization import BARE, FULL
 
+from quantkit.evaluation.measurements import CategoryAccuracy
 from quantkit.evaluation.samples import Sample, Samples
+from quantkit.plan.cost.phases import GroupCost, MachineRoofline, PhaseCost
 from quantkit.quantization.rounding.errors import LayerLoss
+from quantkit.quantization.rounding.pack_histograms import Clipping, Histogram, PackHistograms
 from quantkit.quantization.search import Candidate, Loss, SearchResult
 from quantkit.report.comparison import compare_reports
 from quantkit.report.document import Part, PlannedLayer, report_json
+from quantkit.report.histograms import pack_pictures
 from quantkit.report.layer_map import layer_map
 from quantkit.report.pictures import Point, scatter
+from quantkit.report.roofline import roofline_picture, roofline_table
 from quantkit.report.stored import read_report
 from quantkit.report.web_page import comparison_html, report_html
 
@@ -81,6 +86,39 @@ def deep_report(num_blocks: int, *, name: str = "gpt2"):
         verdicts=(loss,),
         holds=True,
     )
+    counts = tuple(range(40)) + tuple(range(40, 0, -1))
+    weights = Histogram(low=-1.0, high=1.0, counts=counts)
+    clipping = Clipping(lowest=0.1, median=0.5, highest=0.9)
+    histograms = tuple(
+        PackHistograms(
+            name=loss.name,
+            format=loss.format,
+            weights=weights,
+            rounded=weights,
+            weight_clipping=clipping,
+            inputs=weights,
+            **inputs,
+        )
+        for loss, inputs in zip(
+            losses, ({"input_clipping": clipping}, {"input_range": (-0.5, 0.75)}, {}), strict=False
+        )
+    )
+    ffn = GroupCost(group="FFN", moved_bytes=4_000_000, macs=4_000_000, flops=8_000_000, floor_ms=1.0)
+    roofline = MachineRoofline(
+        machine="a processor",
+        bandwidth_gb_per_s=4.0,
+        peak_tera_ops={"fp32": 0.1, "int8": 0.4},
+        phases=(
+            PhaseCost(phase="prompt", num_tokens=128, past=0, measured_ms=20.0, groups=(ffn,)),
+            PhaseCost(
+                phase="token",
+                num_tokens=1,
+                past=144,
+                measured_ms=2.5,
+                groups=(ffn, replace(ffn, group="lm_head", floor_ms=0.5)),
+            ),
+        ),
+    )
     samples = Samples(
         kind="continuation",
         samples=(
@@ -93,6 +131,22 @@ def deep_report(num_blocks: int, *, name: str = "gpt2"):
         model=name,
         layers=(*layers, head),
         layer_losses=tuple(losses),
+        histograms=histograms,
+        roofline=roofline,
+        accuracy=replace(
+            FULL.accuracy,
+            categories=tuple(
+                CategoryAccuracy(
+                    name=category,
+                    kl_divergence=0.01,
+                    kl_standard_error=0.001,
+                    flip_rate=0.0312,
+                    num_tokens=765,
+                    window=256,
+                )
+                for category in ("prose", "code")
+            ),
+        ),
         search=search,
         samples=samples,
         size=replace(FULL.size, parts=(Part(name="ffn, INT8", num_bytes=1000),)),
@@ -134,12 +188,18 @@ def test_the_page_answers_in_the_order_of_the_questions():
     words = [
         "Faithful to the original" if FULL.judgement else "Not judged",
         "KL divergence 0.0083",
+        "By category of text",
+        "3.12%",
         "The same prompts, continued",
         "The model, projection by projection",
         "Size and KL divergence of the search",
         "Latency of decode",
         "Where the bytes go",
+        "Roofline of the layers on this machine",
+        "token, measured",
         "Largest relative errors",
+        "the largest code is worth 0.1 to 0.9, median 0.5",
+        "clipped to -0.5 to 0.75",
         "Load it",
         "quantkit quantize --recipe recipe.yaml",
     ]
@@ -160,6 +220,28 @@ def test_what_was_not_measured_is_absent():
         "nan",
     ):
         assert words not in page.partition("<body>")[2].partition("<script>")[0], words
+
+
+def test_the_lines_of_a_histogram_stand_at_the_largest_code():
+    weights, inputs = pack_pictures(report_json(deep_report(1))["histograms"])[0].pictures
+    # 320 units from -1 to 1.
+    assert (weights.solid, weights.dashed) == ((16.0, 304.0), (80.0, 240.0))
+    heights = [float(point.split(",")[1]) for point in weights.line.split()]
+    assert (min(heights), max(heights)) == (0.0, 110.0), "the most counts reach the top, no count the bottom"
+    assert not inputs.line, "inputs have no second distribution"
+
+
+def test_the_roofline_puts_the_measured_model_below_its_floor():
+    document = report_json(deep_report(1))["roofline"]
+    plot, table = roofline_picture(document), roofline_table(document)
+    token = next(point for point in plot.points if point.label == "token, measured")
+    assert (token.x, token.y) == (pytest.approx(2.0), pytest.approx(16e6 / 2.5e-3 / 1e9))
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["all, at least"] == ("4.00", "4.00", "1.00", "8.00", "8.00", "1.50")
+    assert rows["lm_head"][:3] == ("-", "-", "-")
+    assert (rows["measured"][2], rows["measured"][5]) == ("20.0", "2.50")
+    # The roof bends where 4 GB/s feed 400e9 operations a second.
+    assert f"{plot.x.at(100)},{plot.y.at(400)}" in plot.frontier.split()
 
 
 def test_names_and_tokens_are_text_and_never_code():

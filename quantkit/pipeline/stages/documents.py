@@ -14,10 +14,14 @@ import psutil
 
 import quantkit
 from quantkit.evaluation.measure import Measured, attempt, environment
+from quantkit.evaluation.measurements import Latency
 from quantkit.evaluation.verdict import judge
 from quantkit.model.model_map import to_json
+from quantkit.pipeline.inspect import measure_this_machine
 from quantkit.pipeline.stages.float_reference import Twin, measures_anything
+from quantkit.pipeline.stages.inputs import with_inputs
 from quantkit.pipeline.stages.write import Written, layer_losses
+from quantkit.plan.cost.phases import MachineRoofline, phase_cost
 from quantkit.plan.select import ROLE_GROUPS
 from quantkit.plan.targets import TARGETS
 from quantkit.quantization.layout import planned_bytes
@@ -27,6 +31,7 @@ from quantkit.report.document import Part, PlannedLayer, Report, Size, kept_proj
 from quantkit.report.quantization import quantization_page
 from quantkit.report.tables import to_markdown
 from quantkit.report.web_page import PAGE_FILE, report_html
+from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.manifest import MANIFEST, hash_files, sum_files
 from quantkit.runtime.providers.placement import Placement, place
 from quantkit.runtime.providers.table import PROVIDERS
@@ -64,6 +69,30 @@ def planned_layers(written: Written) -> tuple[PlannedLayer, ...]:
     return tuple(layers)
 
 
+def machine_roofline(written: Written, latency: Latency | None) -> MachineRoofline | None:
+    """Costs of the timed prompt and token on this machine; None where other threads were timed."""
+    if latency is None or latency.threads != read_cpu().num_threads:
+        return None
+    resolved = written.prepared.resolved
+    with resolved.progress.stage("roofline"):
+        machine = measure_this_machine()
+    contents = written.exported.contents
+    bits = {layer.name: pack.grid.bits for pack in contents.packs if pack.grid for layer in pack.layers}
+    bits |= {entry.table.name: entry.grid.bits for entry in contents.tables if entry.grid}
+    cost = partial(phase_cost, model_map=written.prepared.model_map, bits=bits, machine=machine)
+    prompt = latency.prompt_length
+    phases = [cost("prompt", num_tokens=prompt, past=0, measured_ms=latency.prefill.median_ms)]
+    if latency.decode:
+        past = prompt + (latency.num_decoded or 0) // 2
+        phases.append(cost("token", num_tokens=1, past=past, measured_ms=latency.decode.median_ms))
+    return MachineRoofline(
+        machine=machine.description,
+        bandwidth_gb_per_s=machine.bandwidth_gb_per_s,
+        peak_tera_ops=dict(machine.peak_tera_ops),
+        phases=tuple(phases),
+    )
+
+
 def size_parts(written: Written) -> tuple[Part, ...]:
     """Bytes of attention, FFN, head and the rest; none where the file stores floats in half of the plan."""
     contents, num_bytes = written.exported.contents, written.exported.num_bytes
@@ -89,6 +118,10 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
     recipe, plan, exported = written.recipe, written.plan, written.exported
     failures = [*twin.failures, *measured.failures]
     placement = attempt("placement", partial(cpu_placement, written), failures)
+    histograms, reason = written.exported.histograms, ""
+    if measured.accuracy or measured.similarity:
+        histograms, reason = with_inputs(written)
+    roofline = attempt("the roofline", partial(machine_roofline, written, measured.latency), failures)
     return Report(
         model=resolved.model_map.name,
         scheme=recipe.scheme,
@@ -115,7 +148,13 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         memory=measured.memory,
         placement=(placement,) if placement else (),
         has_random_weights=recipe.random_weights,
-        notes=(*resolved.model_map.notes, *resolved.notes, *prepared.notes, *measured.notes),
+        notes=(
+            *resolved.model_map.notes,
+            *resolved.notes,
+            *prepared.notes,
+            *measured.notes,
+            *([reason] if reason else []),
+        ),
         failures=tuple(failures),
         recipe=dump_recipe(recipe),
         recipe_sha256=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
@@ -124,6 +163,8 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         fit=recipe.fit,
         transforms=tuple(recipe.transforms),
         layer_losses=layer_losses(exported.contents, exported.losses, written.search),
+        histograms=histograms,
+        roofline=roofline,
         smoothing=prepared.smoothing,
         search=written.search,
         shape_times=resolved.shape_times,

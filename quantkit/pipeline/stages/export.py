@@ -51,6 +51,8 @@ from quantkit.quantization.projections import weight_name
 from quantkit.quantization.rounding import PLAIN
 from quantkit.quantization.rounding.apply import quantized_parts
 from quantkit.quantization.rounding.errors import Sums
+from quantkit.quantization.rounding.histograms import weight_histograms, worst_packs
+from quantkit.quantization.rounding.pack_histograms import PackHistograms
 from quantkit.recipe import Static
 from quantkit.runtime.graph import MODEL_FILE
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, read_stop_ids
@@ -101,6 +103,7 @@ class Exported:
     planned_bytes: int
     traffic: Traffic  # bytes that one decoded token reads
     losses: Mapping[str, Sums]  # rounding errors by pack
+    histograms: tuple[PackHistograms, ...] = ()  # of the packs with the largest errors
 
     @property
     def num_bytes(self) -> int:
@@ -149,6 +152,7 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
     require_exportable(job.model_map, kind, job.target, job.original)
     contents = dynamic_contents(job, kind)
     checkpoint, losses = write_rounded(job, contents, folder, count)
+    histograms = histograms_of(job, contents, checkpoint, losses)
     if kind == "traced":
         graphs, keeps_outside = _trace(job, contents, checkpoint, graph_metadata(job, contents, kind))
     else:
@@ -169,7 +173,14 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
         planned_bytes=planned,
         traffic=traffic_of(job.model_map, contents),
         losses=losses,
+        histograms=histograms,
     )
+
+
+def histograms_of(
+    job: ExportJob, contents: Contents, checkpoint: Checkpoint, losses: Mapping[str, Sums]
+) -> tuple[PackHistograms, ...]:
+    return tuple(weight_histograms(pack, job.weights, checkpoint) for pack in worst_packs(contents, losses))
 
 
 def dynamic_contents(job: ExportJob, kind: str) -> Contents:

@@ -30,6 +30,7 @@ from quantkit.pipeline.stages.export import (
     Exported,
     ExportJob,
     graph_metadata,
+    histograms_of,
     kind_of,
     reserved,
     write_rounded,
@@ -151,6 +152,7 @@ def export_static(job: ExportJob, folder: Path, *, count: Count = lambda _: None
     assert (bits is not None) == job.profile.rounds_values
     contents = static_contents(job)
     checkpoint, losses = write_rounded(job, contents, folder, count)
+    histograms = histograms_of(job, contents, checkpoint, losses)
     work = GraphJob(
         job=job,
         contents=contents,
@@ -178,6 +180,7 @@ def export_static(job: ExportJob, folder: Path, *, count: Count = lambda _: None
         planned_bytes=planned,
         traffic=traffic_of(job.model_map, contents),
         losses=losses,
+        histograms=histograms,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.evaluation.categories import CATEGORIES
 from quantkit.model.inspect import inspect
 from quantkit.quantization.calibration.tokens import calibration_tokens, read_text
 
@@ -145,12 +146,16 @@ def test_the_bundled_text_holds_code_and_many_scripts_in_any_quarter():
     assert {"CJK", "HANGUL", "HIRAGANA", "DEVANAGARI", "THAI", "HEBREW", "GREEK"} < everywhere
 
 
-def test_the_bundled_calibration_text_shares_no_phrase_with_the_held_out_text():
+@pytest.mark.parametrize(
+    "measured",
+    ["demo/evaluation.txt", *(f"categories/{name.replace(' ', '-')}.txt" for name in CATEGORIES)],
+)
+def test_the_bundled_calibration_text_shares_no_phrase_with_a_measured_text(measured):
     phrases = [
         {tuple(words[at : at + 8]) for at in range(len(words) - 7)}
         for words in (
             re.findall(r"\w+", read_text(None, bundled=name, flag="").lower())
-            for name in ("calibration/calibration.txt", "demo/evaluation.txt")
+            for name in ("calibration/calibration.txt", measured)
         )
     ]
     assert not phrases[0] & phrases[1]
