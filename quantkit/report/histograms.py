@@ -63,7 +63,9 @@ def _inputs(entry: Json) -> HistogramPicture:
         caption = f"clipped to {figures(fixed[0])} to {figures(fixed[1])}, a range from calibration"
         return _picture("inputs", caption, entry["inputs"], (), solid=fixed, dashed=())
     if not clipping:
-        return _picture("inputs", "not rounded", entry["inputs"], (), solid=(), dashed=())
+        is_float = entry["format"].endswith("inputs by float")
+        caption = "not rounded" if is_float else "their range stands in the graph"
+        return _picture("inputs", caption, entry["inputs"], (), solid=(), dashed=())
     peak, median = clipping["highest"], clipping["median"]
     caption = f"peaks of a scale {_range(clipping)}, median {figures(median)}; none is clipped"
     return _picture("inputs", caption, entry["inputs"], (), solid=(-peak, peak), dashed=(-median, median))

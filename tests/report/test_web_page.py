@@ -231,6 +231,18 @@ def test_the_lines_of_a_histogram_stand_at_the_largest_code():
     assert not inputs.line, "inputs have no second distribution"
 
 
+@pytest.mark.parametrize(
+    ("activations", "caption"), [("float", "not rounded"), ("graph8", "their range stands in the graph")]
+)
+def test_inputs_without_a_known_scale_say_why(activations, caption):
+    entry = {
+        **report_json(deep_report(1))["histograms"][2],
+        "format": f"int8 channel, inputs by {activations}",
+    }
+    (pack,) = pack_pictures([entry])
+    assert pack.pictures[1].caption == caption
+
+
 def test_the_roofline_puts_the_measured_model_below_its_floor():
     document = report_json(deep_report(1))["roofline"]
     plot, table = roofline_picture(document), roofline_table(document)
