@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from quantkit.evaluation.accuracy import windows
 from quantkit.evaluation.artifact import LARGEST_WINDOW
+from quantkit.evaluation.categories import category_windows
 from quantkit.evaluation.float_error import LONG, check_lengths
 from quantkit.evaluation.latency import SETTLING_SECONDS, Budget
 from quantkit.evaluation.measure import MAX_RUNS, timed_lengths
@@ -40,6 +42,9 @@ from quantkit.quantization.layout import Pack
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.alpha import GRID
 from quantkit.quantization.transforms.strengths import NUM_ROWS
+from quantkit.runtime.machine.cache import machine_key
+from quantkit.runtime.machine.facts import read_cpu
+from quantkit.runtime.machine.throughput import read_cache
 from quantkit.runtime.tokenizer import TOKENIZER_FILE
 
 # Passes of numpy's, torch's and onnxruntime's functions over each value of a tensor.
@@ -55,6 +60,7 @@ ROUND_VALUES = 8  # to integers between operators and back, in a graph of fixed 
 DEQUANTIZE = 5  # every weight, in each run of such a graph
 HISTOGRAM = 5
 NUM_TRIALS = 5  # processes of the memory measurement
+MACHINE_SECONDS = 3.0  # of a measurement of the machine's rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +199,7 @@ def stages(sizes: Sizes, rates: Rates) -> Iterator[Stage]:
     yield from _latency(sizes, rates)
     if recipe.measure.memory:
         yield _memory(sizes)
+    yield from _pictures(sizes)
 
 
 def _transform(sizes: Sizes, name: str) -> Iterator[Stage]:
@@ -301,10 +308,38 @@ def _accuracy(sizes: Sizes) -> Iterator[Stage]:
     held = sizes.model_bytes + 2 * sizes.float_bytes + sizes.source_bytes
     held += 4 * 4 * length * outputs + sizes.block_bytes(length, length)
     yield Stage(name="accuracy", work=work, held_bytes=held)
+    folder, context = resolved.source.folder, limit or sizes.model_map.context or LARGEST_WINDOW
+    if is_decoder and folder and not resolved.recipe.random_weights:
+        yield Stage(name="accuracy by category", work=_by_category(sizes, folder, context), held_bytes=held)
     num_read = NUM_PROMPTS * PROMPT_TOKENS if is_decoder else NUM_TEXTS * TEXT_TOKENS
     steps = NEW_TOKENS if is_decoder else 0
     answers = sizes.forward(2 * num_read, PROMPT_TOKENS) + _steps(sizes, NUM_PROMPTS) * steps
     yield Stage(name="answers", work=answers, held_bytes=sizes.model_bytes + sizes.float_bytes)
+
+
+def _by_category(sizes: Sizes, folder: Path, context: int) -> Work:
+    """Windows of both models, loaded already."""
+    measure, vocab_size = sizes.prepared.resolved.recipe.measure, sizes.model_map.vocab_size
+    work = Work()
+    for windows_NT in category_windows(measure, folder, context=context, vocab_size=vocab_size).values():
+        tokens, length = windows_NT.size, windows_NT.shape[1]
+        work += sizes.forward(tokens, length) + sizes.quantized(tokens, length)
+        work += Work(passes=SCORE * tokens * (vocab_size or 0))
+    return work
+
+
+def _pictures(sizes: Sizes) -> Iterator[Stage]:
+    """Inputs for histograms, and rates of the machine for the roofline, which are kept for other runs."""
+    measure = sizes.prepared.resolved.recipe.measure
+    if measure.accuracy and text_tokens(sizes):
+        length = sizes.within(QUICK_LENGTH)
+        work = sizes.forward(QUICK_WINDOWS * length, length, has_head=False)
+        work += Work(passes=READ * sizes.num_parameters)
+        yield Stage(name="inputs for histograms", work=work, held_bytes=2 * _largest_block_bytes(sizes))
+    cpu = read_cpu()
+    if measure.latency and cpu.threads_for(measure.threads) == cpu.num_threads:
+        seconds = 0.0 if read_cache(machine_key()) else MACHINE_SECONDS
+        yield Stage(name="roofline", work=Work(waiting_seconds=seconds))
 
 
 def text_tokens(sizes: Sizes) -> int:

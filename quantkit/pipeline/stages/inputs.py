@@ -66,7 +66,7 @@ def _watched(prepared: Prepared, matrices: set[str]) -> Samples:
     def reading(name: str, x: Tensor) -> None:
         inputs.setdefault(name, []).append(x.reshape(-1, x.shape[-1]).float().numpy().copy())
 
-    with resolved.progress.stage("inputs of the worst layers"):
+    with resolved.progress.stage("inputs for histograms"):
         module = torch_model(resolved.source, model_map, prepared.weights, streams=True)
         watched = {name: child for name, child in modules_by_name(module).items() if name in matrices}
         with watching_inputs(watched, reading), torch.inference_mode(), head_left_out(module):
