@@ -25,6 +25,7 @@ from quantkit.model.inspect import inspect
 from quantkit.plan.select import choose
 from quantkit.plan.targets import TARGETS
 from quantkit.runtime.generate import generate
+from quantkit.runtime.graph import INPUTS_AS_WRITTEN
 from quantkit.runtime.providers.table import PROVIDERS, plugin_devices
 from quantkit.runtime.static_decoder import StaticRow, open_raw, open_static_decoder, run_prompt
 from quantkit.runtime.tokenizer import open_text
@@ -122,8 +123,12 @@ def test_generated_tokens_are_those_of_the_bare_runtime(name, made):
     prompt = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))(
         document["prompt"]
     )["input_ids"]
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry(*INPUTS_AS_WRITTEN)
     first, later = (
-        onnxruntime.InferenceSession(str(folder / f"{kind}.onnx"), providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(
+            str(folder / f"{kind}.onnx"), options, providers=["CPUExecutionProvider"]
+        )
         for kind in ("prompt", "decode")
     )
     ids, shown = np.zeros((2, 1, PROMPT), np.int32)
