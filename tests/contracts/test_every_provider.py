@@ -28,7 +28,8 @@ def statuses() -> dict[str, ProviderStatus]:
 def test_row_states_true_facts(name: str) -> None:
     provider = PROVIDERS[name]
     assert provider.name == name
-    assert provider.onnxruntime_name in onnxruntime.get_all_providers()  # the names onnxruntime itself knows
+    if provider.source != "plugin":  # whose packages bring the names of their own
+        assert provider.onnxruntime_name in onnxruntime.get_all_providers()
     assert (provider.plugin_module is not None) == (provider.source == "plugin")
     assert set(provider.platforms) <= {"linux", "win32", "darwin"} and provider.platforms
     assert provider.description and provider.needs and provider.install
