@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.pipeline.dry_run import DryRun, dry_run
     from quantkit.pipeline.inspect import inspect
     from quantkit.pipeline.quantize import quantize
+    from quantkit.sweeps.run import sweep
 
 # Telemetry is off unless a user switches it on. onnxruntime and huggingface_hub read these when they are
 # imported, and child processes inherit them.
@@ -26,7 +27,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.1.0"
-__all__ = ["Artifact", "DryRun", "InputError", "compare", "dry_run", "inspect", "load", "quantize"]
+__all__ = ["Artifact", "DryRun", "InputError", "compare", "dry_run", "inspect", "load", "quantize", "sweep"]
 _HOMES = {
     "Artifact": "quantkit.pipeline.artifact",
     "DryRun": "quantkit.pipeline.dry_run",
@@ -36,6 +37,7 @@ _HOMES = {
     "inspect": "quantkit.pipeline.inspect",
     "load": "quantkit.pipeline.artifact",
     "quantize": "quantkit.pipeline.quantize",
+    "sweep": "quantkit.sweeps.run",
 }
 
 

@@ -48,6 +48,7 @@ def test_every_public_name_resolves():
         "inspect",
         "load",
         "quantize",
+        "sweep",
     }
     for name in quantkit.__all__:
         assert callable(getattr(quantkit, name))

@@ -21,6 +21,7 @@ from quantkit.cli import report  # isort: skip
 from quantkit.cli import evaluate  # isort: skip
 from quantkit.cli import bench  # isort: skip
 from quantkit.cli import compare  # isort: skip
+from quantkit.cli import sweep  # isort: skip
 from quantkit.cli import package  # isort: skip
 from quantkit.cli import verify  # isort: skip
 from quantkit.cli import push  # isort: skip
@@ -33,7 +34,7 @@ from quantkit.runtime.machine.disk import FULL
 
 __all__ = [
     "app", "bench", "compare", "doctor", "encode", "evaluate", "generate", "inspect", "lm_eval", "main",
-    "package", "protect", "push", "quantize", "report", "score", "serve_host", "verify",
+    "package", "protect", "push", "quantize", "report", "score", "serve_host", "sweep", "verify",
 ]  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Sweeps: tables of models, recipes, targets and texts, each cell an artifact of the ordinary pipeline."""
