@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from quantkit.model.inspect import map_module
 from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import ModelMap
+from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.stages.export import checkpoint_header
 from quantkit.plan.formats import SCHEMES
 from quantkit.plan.plan import Plan
@@ -19,6 +21,8 @@ from quantkit.plan.targets import TARGETS
 from quantkit.quantization.checkpoint import write_checkpoint
 from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of
 from quantkit.quantization.rounding.apply import quantized_parts
+from quantkit.quantization.transforms.settings import TransformSettings
+from quantkit.quantization.transforms.smoothquant import smooth
 
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 
@@ -32,6 +36,9 @@ class ModuleTensors:
     def has(self, name: str) -> bool:
         return name in self.values
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.values[name].shape
+
     def read(self, name: str, start: int = 0, count: int | None = None):
         return self.values[name][start:][:count].copy()
 
@@ -44,7 +51,7 @@ class Quantized:
     plan: Plan
     contents: Contents
     checkpoint: Checkpoint
-    source: ModuleTensors
+    source: TensorSource
     scheme: str
 
     def options(self, *, outside: bool = False) -> dict[str, Any]:
@@ -63,8 +70,12 @@ def quantize(
     min_dim: int = 1,
     exclude: tuple[str, ...] = (),
     packs_attention: bool = True,
+    magnitudes: Mapping[str, Any] | None = None,
 ) -> Quantized:
-    model_map = map_module(model, name="tiny")
+    """With `magnitudes` of inputs, the model is smoothed first."""
+    model_map, source = map_module(model, name="tiny"), ModuleTensors(model)
+    if magnitudes is not None:
+        model_map, source = smooth(model_map, source, TransformSettings(statistics=magnitudes))
     plan = choose(model_map, min_dim=min_dim, exclude=exclude)
     contents = contents_of(
         model_map,
@@ -73,7 +84,6 @@ def quantize(
         table_grid=SCHEMES[scheme].head.grid,
         packs_attention=packs_attention,
     )
-    source = ModuleTensors(model)
     description = checkpoint_header(model_map, plan, contents, scheme, "rtn")
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = write_checkpoint(

@@ -68,6 +68,10 @@ DECODERS = (
     "exaone4",
     "quantkit_reference",
     "ws_ffn",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
 )
 
 

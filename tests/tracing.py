@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from quantkit.model.experts import with_separate_experts
 from quantkit.model.load import model_class
 
 MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
@@ -82,6 +83,7 @@ def build_tiny(architecture: str, tiny: dict) -> nn.Module:
     config = made_from.config_class(**tiny)
     config._attn_implementation = "eager"
     model = made_from._from_config(config, attn_implementation="eager").double().eval()
+    model = with_separate_experts(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if parameter.dim() == 1 else 0.0))
@@ -89,7 +91,12 @@ def build_tiny(architecture: str, tiny: dict) -> nn.Module:
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: child for name, child in model.named_modules() if isinstance(child, (nn.Linear, Conv1D))}
+    """Linear modules, and transformers 5's routers, which give choices beside their scores."""
+    return {
+        name: child
+        for name, child in model.named_modules()
+        if isinstance(child, (nn.Linear, Conv1D)) or type(child).__name__.endswith("TopKRouter")
+    }
 
 
 def run(model: nn.Module, inputs: dict, poison: tuple[str, list[int]] | None = None) -> Trace:
@@ -106,6 +113,7 @@ def run(model: nn.Module, inputs: dict, poison: tuple[str, list[int]] | None = N
 
     def record(name: str):
         def after(module, args, output):
+            output = output[0] if isinstance(output, tuple) else output
             if args and torch.is_tensor(args[0]) and torch.is_tensor(output):
                 pair = (args[0].detach().clone(), output.detach().clone())
                 trace.module_calls.setdefault(name, []).append(pair)
@@ -114,6 +122,8 @@ def run(model: nn.Module, inputs: dict, poison: tuple[str, list[int]] | None = N
 
     def spoil(channels: list[int]):
         def after(module, args, output):
+            if isinstance(output, tuple):
+                return None
             output = output.clone()
             output[..., channels] = torch.nan
             return output

@@ -21,6 +21,7 @@ from quantkit.model.model_map import (
     FeedForward,
     FfnKind,
     Layer,
+    Mixture,
     NormPlace,
     PositionKind,
     Role,
@@ -83,7 +84,8 @@ def describe_block(walk: Walk, place: Place, layers: list[Layer]) -> Block:
             _describe_attention(walk, walk.family, place, query, keys[query.is_cross_attention])
             for query in sorted(queries, key=lambda layer: layer.is_cross_attention)
         ),
-        ffn=_describe_ffn(walk.module.get_submodule(place.block), place.stack, layers),
+        ffn=_describe_ffn(walk, place, layers),
+        mixture=_describe_mixture(walk, place, layers),
         norm_kind=read_fact(walk.family.norm_kind, facts),
         norm_placement=read_fact(walk.family.placement, facts),
         residual=read_fact(walk.family.residual, facts),
@@ -161,14 +163,31 @@ def _has(module: nn.Module, path: str) -> bool:
     return any(name == path for name, _ in module.named_modules())
 
 
-def _describe_ffn(module: nn.Module, stack: Stack, layers: list[Layer]) -> FeedForward | None:
+def _describe_mixture(walk: Walk, place: Place, layers: list[Layer]) -> Mixture | None:
+    router, row = next((layer for layer in layers if layer.role is Role.ROUTER), None), place.stack.mixture
+    if router is None or row is None:
+        return None
+    num_active = walk.config.num_active_experts
+    if not num_active or num_active > router.out_features:
+        raise InputError(
+            f"{num_active} of {router.out_features} experts run for each token",
+            where="config.json",
+            allowed="num_experts_per_tok from 1 up to the number of experts",
+        )
+    return Mixture(
+        num_experts=router.out_features,
+        num_active=num_active,
+        normalises=read_fact(row.normalises, walk.config.raw),
+    )
+
+
+def _describe_ffn(walk: Walk, place: Place, layers: list[Layer]) -> FeedForward | None:
     ups = [layer for layer in layers if layer.role is Role.FFN_UP]
     if not ups:
         return None
-    try:
-        activation: nn.Module | None = module.get_submodule(stack.activation)
-    except AttributeError:
-        activation = None
+    ups.sort(key=lambda layer: layer.expert is None)
+    row = (ups[0].expert is not None and place.stack.mixture) or place.stack
+    activation = walk.modules.get(f"{place.block}.{row.activation}")
     is_gated = any(layer.role is Role.FFN_GATE for layer in layers)
     return FeedForward(
         kind=FfnKind.GATED if is_gated else FfnKind.STANDARD,

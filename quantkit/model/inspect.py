@@ -24,6 +24,7 @@ from quantkit.files import reading
 from quantkit.model import linears
 from quantkit.model.blocks import describe_block, factor_of, split_rows
 from quantkit.model.config import normalise
+from quantkit.model.experts import copy_with_separate_experts
 from quantkit.model.families import family_of
 from quantkit.model.families.schema import read_fact
 from quantkit.model.load import Source, build_on_meta, open_source
@@ -64,7 +65,7 @@ NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 def inspect(model: str | Path | nn.Module, *, trust_remote_code: bool = False) -> ModelMap:
     """Map a model by its name, its folder or its live module."""
     if isinstance(model, nn.Module):
-        return map_module(model, name=type(model).__name__)
+        return map_module(copy_with_separate_experts(model), name=type(model).__name__)
     return inspect_source(open_source(model, trust_remote_code=trust_remote_code))
 
 
@@ -91,7 +92,9 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
     if family and read_fact(family.position, config.raw) is PositionKind.ROPE:
         walk.ropes = read_ropes(module.get_submodule(walk.prefix.rstrip(".")), family.fixed_theta)
     for path, child in module.named_modules(remove_duplicate=False):
-        walk.names[id(child)].append(checkpoint_name(path, family))
+        stored = checkpoint_name(path, family)
+        walk.names[id(child)].append(stored)
+        walk.modules[stored] = child
     embeddings = _map_embeddings(walk)
     layers = _map_layers(walk)
     norms = _map_norms(walk)
@@ -200,7 +203,7 @@ def _roles_of(place: Place | None) -> tuple[tuple[Role, ...], bool]:
         return (Role.OTHER,), False
     if place.inner in place.stack.cross_projections:
         return place.stack.cross_projections[place.inner], True
-    return place.stack.projections.get(place.inner, (Role.OTHER,)), False
+    return place.stack.projections.get(place.row, (Role.OTHER,)), False
 
 
 def _part(layer: Layer) -> int:
@@ -226,7 +229,7 @@ def _split(
     rows = split_rows(
         roles,
         num_out,
-        walk.module.get_submodule(matrix.rpartition(".")[0]) if place else child,
+        walk.modules[matrix.rpartition(".")[0]] if place else child,
         fused_rows=read_fact(walk.family.fused_rows, walk.config.raw) if walk.family else "end to end",
     )
     if sum(part.total for part in rows) != num_out:
@@ -243,7 +246,7 @@ def _split(
             role=role,
             in_features=num_in,
             out_features=part.total,
-            has_bias=child.bias is not None,
+            has_bias=getattr(child, "bias", None) is not None,
             matrix=matrix,
             rows=part,
             stored_as=kind,

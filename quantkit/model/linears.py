@@ -6,7 +6,9 @@ always `weight_OI`. One row adds a new class to the walk, the plan and the expor
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor, nn
 
@@ -15,20 +17,26 @@ from torch import Tensor, nn
 class LinearKind:
     """The way in which one class of module stores y = x W^T + b."""
 
-    class_name: str  # matched against every class of the module's inheritance
+    classes: tuple[str, ...]  # patterns, matched against every class of the module's inheritance
     is_transposed: bool = False  # stored as [in, out]
 
 
 LINEARS: dict[str, LinearKind] = {
-    "linear": LinearKind(class_name="torch.nn.modules.linear.Linear"),
-    "conv1d": LinearKind(class_name="transformers.pytorch_utils.Conv1D", is_transposed=True),
+    "linear": LinearKind(classes=("torch.nn.modules.linear.Linear", "transformers.models.*TopKRouter")),
+    "conv1d": LinearKind(classes=("transformers.pytorch_utils.Conv1D",), is_transposed=True),
 }
 
 
 def kind_of(module: nn.Module) -> str | None:
     """The module's row in LINEARS, or None for a module that is no linear."""
-    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
-    return next((kind for kind, row in LINEARS.items() if row.class_name in names), None)
+    names = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
+    return _kind_of_classes(names)
+
+
+@cache
+def _kind_of_classes(names: tuple[str, ...]) -> str | None:
+    rows = ((kind, pattern) for kind, row in LINEARS.items() for pattern in row.classes)
+    return next((kind for kind, pattern in rows if fnmatch.filter(names, pattern)), None)
 
 
 def weight_OI(module: nn.Module, kind: str) -> Tensor:

@@ -40,6 +40,7 @@ from quantkit.model.config import (
     spelled_for,
     without_fetching,
 )
+from quantkit.model.experts import with_separate_experts
 from quantkit.model.hub import hub_is_reachable
 from quantkit.model.language_model import has_language_model, language_model
 from quantkit.model.sentence import MODULES_FILE, SentenceModel, read_sentence_model
@@ -368,7 +369,7 @@ def make_model(source: Source, config: Any) -> nn.Module:
         if source.uses_remote_code:
             return _make_model(source, config)
         with without_hub_kernels():
-            return _make_model(source, config)
+            return with_separate_experts(_make_model(source, config))
 
 
 @contextmanager

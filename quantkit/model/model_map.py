@@ -7,10 +7,13 @@ QKV matrix, for example) is one `Layer`, so that no count depends on the fusion 
 from __future__ import annotations
 
 import dataclasses
+import re
 from enum import StrEnum
 from typing import Any
 
 from quantkit.model.sentence import SentenceModel
+
+EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # in the name of a module
 
 
 class Role(StrEnum):
@@ -22,12 +25,17 @@ class Role(StrEnum):
     FFN_UP = "ffn_up"
     FFN_DOWN = "ffn_down"
     FFN_LATENT = "ffn_latent"
+    ROUTER = "router"
+    SHARED_GATE = "shared_gate"
     LM_HEAD = "lm_head"
     OTHER = "other"
 
 
 ATTENTION_ROLES = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT)
 FFN_ROLES = (Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN, Role.FFN_LATENT)
+
+# Of a mixture of experts: scores of the experts, and the weight of the expert that every token uses.
+ROUTING_ROLES = (Role.ROUTER, Role.SHARED_GATE)
 
 # Projections whose inputs are no norm's output, so that their magnitude varies from token to token.
 READ_NO_NORM = (Role.ATTENTION_OUT, Role.FFN_DOWN)
@@ -142,11 +150,18 @@ class Layer:
     calls: int = 1  # in one forward pass; 0: only training runs it
     num_heads: int = 1  # of a latent projection: heads of its output
     num_groups: int = 1  # blocks on the diagonal, all other weights being zero: as many as heads, or 1
+    input_factors: str | None = None  # the vector that its input is multiplied by, put there by smoothing
 
     @property
     def is_fused(self) -> bool:
         """Whether the matrix holds other projections too."""
         return self.name != self.matrix
+
+    @property
+    def expert(self) -> int | None:
+        """Number of the expert that the projection belongs to, where a router chooses among several."""
+        match = EXPERT.search(self.name)
+        return int(match[1]) if match else None
 
     @property
     def num_weights(self) -> int:
@@ -239,6 +254,15 @@ class FeedForward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """A router's choice among experts: the highest of the softmax over all scores weigh their outputs."""
+
+    num_experts: int
+    num_active: int  # experts that run for each token
+    normalises: bool  # the weights of a token's experts add up to 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """One stored transformer block; a block shared by several depths is one record with `calls` > 1."""
 
@@ -252,6 +276,7 @@ class Block:
     norm_placement: NormPlacement
     residual: Residual
     residual_scale: float = 1.0  # of each sublayer's output
+    mixture: Mixture | None = None  # `ffn` is then each expert's; projections without one are shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

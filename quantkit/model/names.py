@@ -16,7 +16,7 @@ from torch import nn
 from quantkit.model.config import ModelConfig
 from quantkit.model.families import family_of
 from quantkit.model.families.schema import Family, NormRow, Stack, read_fact
-from quantkit.model.model_map import Role
+from quantkit.model.model_map import EXPERT, Role
 from quantkit.model.rope import Rope
 
 
@@ -30,6 +30,11 @@ class Place:
     index: int
     inner: str
 
+    @property
+    def row(self) -> str:
+        """The inner name as a family's row spells it: a star for the number of an expert."""
+        return EXPERT.sub("experts.*.", self.inner)
+
 
 @dataclass(kw_only=True, slots=True)
 class Walk:
@@ -41,6 +46,7 @@ class Walk:
     prefix: str
     names: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     owners: dict[int, str] = field(default_factory=dict)  # parameter -> the entry that counts it
+    modules: dict[str, nn.Module] = field(default_factory=dict)  # by their names in checkpoints
     ropes: Mapping[str, Rope] = field(default_factory=dict)  # by the kind of layer; empty without rotation
 
     def claim(self, module: nn.Module, name: str) -> None:
@@ -67,8 +73,7 @@ def find_prefix(module: nn.Module, family: Family | None) -> str:
 def checkpoint_name(path: str, family: Family | None) -> str:
     """A module's name in checkpoints, which is independent of the transformers version."""
     for newer, stored in (family.names if family else {}).items():
-        if path == newer or path.startswith(f"{newer}."):
-            return stored + path[len(newer) :]
+        path = re.sub(rf"(?<![^.]){re.escape(newer)}(?![^.])", stored, path)
     return path
 
 
@@ -127,7 +132,7 @@ def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None
     assert walk.family is not None
     base = f"{place.block}." if place else walk.prefix
     following = _blocks_after(walk, place) if place else _first_block(walk, walk.family.stacks[0])
-    full_names = [base + reader for reader in row.feeds]
+    full_names = [base + reader for fed in row.feeds for reader in _of_experts(walk, fed)]
     full_names += [f"{block}.{reader}" for reader in row.feeds_next_block for block in following]
     if row.feeds_cross_attention:
         full_names += _cross_readers(walk)
@@ -136,6 +141,13 @@ def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None
     first_names = {alias: names[0] for names in walk.names.values() for alias in names}
     # A module that several blocks share is read under its first name by all of them.
     return tuple(first_names[reader] for reader in full_names if reader in first_names)
+
+
+def _of_experts(walk: Walk, name: str) -> list[str]:
+    """The name for each expert, where it has a star for their numbers."""
+    if "*" not in name:
+        return [name]
+    return [name.replace("*", str(number)) for number in range(walk.config.num_experts or 0)]
 
 
 def _cross_readers(walk: Walk) -> list[str]:

@@ -33,6 +33,10 @@ def test_bytes_and_blocks_are_those_of_the_arrays(grid, columns):
     assert grid.num_bytes(3, columns) == sum(array.nbytes for array in stored)
 
 
+def test_seven_bits_are_stored_as_bytes():
+    assert Grid(bits=7).num_bytes(3, 16) == Grid().num_bytes(3, 16) == 3 * 16 + 3 * 4
+
+
 def test_four_bits_take_half_the_bytes_of_codes():
     rows, columns = 5, 64
     scales = rows * 2 * 2

@@ -12,6 +12,7 @@ from quantkit.model.families.schema import (
     GATE,
     GEMMA_TINY,
     LLAMA_ATTENTION,
+    LLAMA_EXPERTS,
     LLAMA_STACK,
     LLAMA_TINY,
     ONE_NORM_FOR_BOTH,
@@ -21,12 +22,17 @@ from quantkit.model.families.schema import (
     PRE_NORMS,
     QUERY_KEY_NORMS,
     READ_BY_ATTENTION,
+    READ_BY_EXPERTS,
+    READ_BY_FFN,
+    ROUTER,
     SANDWICH_NORMS,
+    SHARED_GATE,
     TOKEN,
     UP,
     ByConfig,
     Family,
     K,
+    MixtureRow,
     NormRow,
     Q,
     Stack,
@@ -658,4 +664,111 @@ OLMO = replace(
     clips_projections="clip_qkv",
     tiny_class="OlmoForCausalLM",
     variants=({"clip_qkv": 0.5, "tie_word_embeddings": True},),
+)
+
+MIXTRAL_EXPERTS = {
+    "block_sparse_moe.gate": (ROUTER,),
+    "block_sparse_moe.experts.*.w1": (GATE,),
+    "block_sparse_moe.experts.*.w3": (UP,),
+    "block_sparse_moe.experts.*.w2": (DOWN,),
+}
+MIXTRAL = replace(
+    MISTRAL,
+    name="mixtral",
+    model_types=("mixtral",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            projections={**LLAMA_ATTENTION, **MIXTRAL_EXPERTS},
+            norms={
+                **PRE_NORMS,
+                "post_attention_layernorm": NormRow(
+                    NormPlace.BEFORE_FFN,
+                    (
+                        "block_sparse_moe.gate",
+                        "block_sparse_moe.experts.*.w1",
+                        "block_sparse_moe.experts.*.w3",
+                    ),
+                ),
+            },
+            mixture=MixtureRow(activation="block_sparse_moe.experts.0.act_fn"),
+        ),
+    ),
+    names={"mlp": "block_sparse_moe"},
+    tiny_class="MixtralForCausalLM",
+    tiny={**LLAMA_TINY, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 8},
+    variants=({"sliding_window": None},),
+)
+
+MOE_TINY = {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
+BEFORE_EXPERTS = {
+    **PRE_NORMS,
+    "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, (*READ_BY_FFN, *READ_BY_EXPERTS)),
+}
+CHOSEN_ADD_UP = ByConfig(key="norm_topk_prob", absent=False, values={True: True, False: False})
+QWEN3_MOE = replace(
+    QWEN3,
+    name="qwen3_moe",
+    model_types=("qwen3_moe",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            projections={**LLAMA_STACK.projections, **LLAMA_EXPERTS},
+            norms={**BEFORE_EXPERTS, **QUERY_KEY_NORMS},
+            mixture=MixtureRow(activation="mlp.experts.0.act_fn", normalises=CHOSEN_ADD_UP),
+        ),
+    ),
+    tiny_class="Qwen3MoeForCausalLM",
+    tiny={**GEMMA_TINY, **MOE_TINY, "norm_topk_prob": True},
+    variants=({"norm_topk_prob": False, "mlp_only_layers": [0]},),
+)
+
+SHARED_EXPERT = {
+    "mlp.shared_expert.gate_proj": (GATE,),
+    "mlp.shared_expert.up_proj": (UP,),
+    "mlp.shared_expert.down_proj": (DOWN,),
+    "mlp.shared_expert_gate": (SHARED_GATE,),
+}
+QWEN2_MOE = replace(
+    QWEN2,
+    name="qwen2_moe",
+    model_types=("qwen2_moe",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            projections={**LLAMA_STACK.projections, **LLAMA_EXPERTS, **SHARED_EXPERT},
+            norms={
+                **PRE_NORMS,
+                "post_attention_layernorm": NormRow(
+                    NormPlace.BEFORE_FFN,
+                    (
+                        *(*READ_BY_FFN, *READ_BY_EXPERTS, "mlp.shared_expert_gate"),
+                        *("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+                    ),
+                ),
+            },
+            mixture=MixtureRow(activation="mlp.experts.0.act_fn", normalises=CHOSEN_ADD_UP),
+        ),
+    ),
+    tiny_class="Qwen2MoeForCausalLM",
+    tiny={**LLAMA_TINY, **MOE_TINY, "shared_expert_intermediate_size": 40},
+    variants=({"norm_topk_prob": True, "decoder_sparse_step": 2},),
+)
+
+OLMOE = replace(
+    LLAMA,
+    name="olmoe",
+    model_types=("olmoe",),
+    stacks=(
+        replace(
+            LLAMA_STACK,
+            projections={**LLAMA_ATTENTION, **LLAMA_EXPERTS},
+            norms={**BEFORE_EXPERTS, **QUERY_KEY_NORMS},
+            mixture=MixtureRow(activation="mlp.experts.0.act_fn", normalises=CHOSEN_ADD_UP),
+        ),
+    ),
+    clips_projections="clip_qkv",
+    tiny_class="OlmoeForCausalLM",
+    tiny={**LLAMA_TINY, "num_experts": 3, "num_experts_per_tok": 2},
+    variants=({"norm_topk_prob": True, "clip_qkv": 0.5},),
 )

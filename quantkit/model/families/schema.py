@@ -67,17 +67,26 @@ Norms = Mapping[str, NormRow]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureRow:
+    """Facts of the blocks whose FFN is a mixture of experts; the projections have the router's role."""
+
+    activation: str  # the module of an expert's non-linearity
+    normalises: bool | ByConfig = True  # the weights of a token's experts add up to 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
     """A sequence of blocks of one shape."""
 
     path: str  # "h.*": the star is the index
     kind: str  # "decoder" or "encoder"
-    projections: Mapping[str, tuple[Role, ...]]  # several roles: fused in this order
+    projections: Mapping[str, tuple[Role, ...]]  # several roles: fused in this order; a star is any expert
     norms: Norms | ByConfig
     activation: str  # the module of the FFN's non-linearity
     cross_projections: Mapping[str, tuple[Role, ...]] = field(default_factory=dict)
     # Projections that only a training loss reads -> the config field with their number of output heads.
     training_only: Mapping[str, str] = field(default_factory=dict)
+    mixture: MixtureRow | None = None
     calls: tuple[str, str] | None = None  # config[second] groups of blocks share config[first] depths in turn
 
 
@@ -115,11 +124,13 @@ class Family:
     clips_projections: str | None = None  # config field with the limit of queries, keys and values
     softcaps_scores: bool = False  # by config.attn_logit_softcapping
     softcaps_logits: bool = False  # by config.final_logit_softcapping
-    names: Mapping[str, str] = field(default_factory=dict)  # newer module name -> name in checkpoints
+    # Newer module name -> name in checkpoints: whole components of a path.
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 Q, K, V, OUT = Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, Role.ATTENTION_OUT
 GATE, UP, DOWN = Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN
+ROUTER, SHARED_GATE = Role.ROUTER, Role.SHARED_GATE
 TOKEN, POSITION, TOKEN_TYPE = EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE
 
 LLAMA_ATTENTION = {
@@ -131,6 +142,13 @@ LLAMA_ATTENTION = {
 LLAMA_FFN = {"mlp.gate_proj": (GATE,), "mlp.up_proj": (UP,), "mlp.down_proj": (DOWN,)}
 READ_BY_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 READ_BY_FFN = ("mlp.gate_proj", "mlp.up_proj")
+LLAMA_EXPERTS = {
+    "mlp.gate": (ROUTER,),
+    "mlp.experts.*.gate_proj": (GATE,),
+    "mlp.experts.*.up_proj": (UP,),
+    "mlp.experts.*.down_proj": (DOWN,),
+}
+READ_BY_EXPERTS = ("mlp.gate", "mlp.experts.*.gate_proj", "mlp.experts.*.up_proj")
 PRE_NORMS = {
     "input_layernorm": NormRow(NormPlace.BEFORE_ATTENTION, READ_BY_ATTENTION),
     "post_attention_layernorm": NormRow(NormPlace.BEFORE_FFN, READ_BY_FFN),

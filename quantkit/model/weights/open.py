@@ -18,6 +18,7 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.files import reading
+from quantkit.model.experts import split_experts
 from quantkit.model.hub import hub_is_reachable
 from quantkit.model.load import DEMO_NAME, Source, build_on_meta, with_sentence
 from quantkit.model.model_map import ModelMap
@@ -83,6 +84,7 @@ class Checkpoint:
 
 def read_checkpoint(source: Source, module: nn.Module) -> Checkpoint:
     stored = with_scales(read_headers(source.folder), source.quantization) if source.folder else {}
+    stored = split_experts(stored, source.config["model_type"])
     expected = tensors_by_name(module)
     matched = match(stored, expected, prefixes=prefixes_of(module))
     computed = _computed(module, absent(matched, expected)) if matched else {}

@@ -8,7 +8,7 @@ built and are in no checkpoint. Each parameter is then filled a few rows at a ti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from quantkit.model.unknown.probes import norm_kind_of
 from quantkit.model.weights.tensors import TensorSource
 
 CHUNK_VALUES = 1 << 22
+FACTORS = "input_factors"
 
 
 def torch_model(
@@ -36,8 +37,9 @@ def torch_model(
 ) -> nn.Module:
     """The module that the map describes, in evaluation mode, with these weights.
 
-    With `streams` only the weights of the running block are held: read when the block is entered and dropped
-    when it is left. Tables read single rows and the head has no weights: enough to observe projection inputs.
+    With `streams` only the weights of the running block, and of its running expert, are held: read when it is
+    entered and dropped when it is left. Tables read single rows and the head has no weights: enough to see
+    the inputs of projections.
     """
     config = make_config(source)
     config.dtype = dtype
@@ -56,7 +58,7 @@ def torch_model(
         shared.setdefault(id(parameter), []).append(path)
     preferred = _names_in_use(model_map)
     waiting: dict[str, list[tuple[str, str]]] = {}  # block -> (path, name) of what it reads when entered
-    blocks = [modules[block.name] for block in model_map.blocks] if streams else []
+    holders = set(_held_together(model_map, modules)) if streams else set()
     heads = [f"{layer.matrix}.weight" for layer in model_map.layers if layer.role is Role.LM_HEAD]
     tables = [f"{table.name}.weight" for table in model_map.embeddings]
     for paths in shared.values():
@@ -68,9 +70,9 @@ def torch_model(
                 where=model_map.name,
                 next_step="copy or download the checkpoint again; config.json asks for this tensor",
             )
-        inside = [block for block in blocks if all(path.startswith(f"{block}.") for path in paths)]
-        if inside:
-            waiting.setdefault(inside[0], []).extend((path, stored) for path in paths)
+        holder = next((parent for parent in _parents(paths[0]) if parent in holders), None)
+        if holder and all(path.startswith(f"{holder}.") for path in paths):
+            waiting.setdefault(holder, []).extend((path, stored) for path in paths)
         elif streams and stored in tables and _is_plain_table(module, paths[0]):
             _look_up(module.get_submodule(paths[0].rpartition(".")[0]), tensors, stored, dtype)
         elif not (streams and stored in heads):
@@ -78,6 +80,20 @@ def torch_model(
     for block, parts in waiting.items():
         _fill_on_entry(module, block, parts, tensors, dtype)
     return module.eval()
+
+
+def _held_together(model_map: ModelMap, modules: Mapping[str, str]) -> Iterator[str]:
+    """Blocks and experts."""
+    yield from (modules[block.name] for block in model_map.blocks)
+    experts = (layer.matrix for layer in model_map.layers if layer.expert is not None)
+    yield from (modules[matrix].rpartition(".")[0] for matrix in experts)
+
+
+def _parents(path: str) -> Iterator[str]:
+    """The modules around a parameter, the innermost first."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _put(module: nn.Module, paths: Sequence[str], values: Tensor) -> None:
@@ -146,8 +162,13 @@ def _filled(tensors: TensorSource, name: str, like: Tensor, dtype: torch.dtype) 
     return filled
 
 
+def _scale_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    first, *rest = inputs
+    return (first * getattr(module, FACTORS), *rest)
+
+
 def _match_map(module: nn.Module, model_map: ModelMap, modules: dict[str, str]) -> None:
-    """Give the module the map's changed norms, added biases and untied head."""
+    """Give the module the map's changed norms, added biases, factors of inputs and untied head."""
     for norm in model_map.norms:
         current: Any = module.get_submodule(modules[norm.name])
         if norm.kind is NormKind.RMS_NORM and norm_kind_of(current) is NormKind.LAYER_NORM:
@@ -156,10 +177,15 @@ def _match_map(module: nn.Module, model_map: ModelMap, modules: dict[str, str]) 
             for name in (norm.name, *norm.aliases):
                 _set(module, modules[name], replacement)
     tables = {id(module.get_submodule(modules[table.name]).weight) for table in model_map.embeddings}
+    factors: dict[str, nn.Parameter] = {}
     for layer in model_map.layers:
         linear: Any = module.get_submodule(modules[layer.matrix])
         if layer.has_bias and linear.bias is None:
             width = sum(other.out_features for other in model_map.layers if other.matrix == layer.matrix)
             linear.bias = nn.Parameter(torch.empty(width, device="meta"))
+        if layer.input_factors and not hasattr(linear, FACTORS):
+            empty = nn.Parameter(torch.empty(layer.in_features, device="meta"))
+            setattr(linear, FACTORS, factors.setdefault(layer.input_factors, empty))
+            linear.register_forward_pre_hook(_scale_input)
         if not layer.tied_to and id(linear.weight) in tables:
             linear.weight = nn.Parameter(torch.empty_like(linear.weight))

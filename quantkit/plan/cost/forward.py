@@ -18,6 +18,7 @@ from typing import TypeVar
 from quantkit.model.model_map import (
     ATTENTION_ROLES,
     FFN_ROLES,
+    ROUTING_ROLES,
     Attention,
     Block,
     Embedding,
@@ -238,7 +239,7 @@ def _block_rows(scope: Scope) -> list[Row]:
     for index, (sublayer, projections) in enumerate(zip(sublayers, readers, strict=True)):
         rows += [norm_row(scope, norm) for norm in slots["before", index]]
         if isinstance(sublayer, FeedForward):
-            rows += _ffn_rows(scope, sublayer, projections)
+            rows += (_mixture_rows if block.mixture else _ffn_rows)(scope, sublayer, projections)
         else:
             rows += _attention_rows(scope, sublayer, projections, head_norms)
         rows += [norm_row(scope, norm) for norm in slots["output", index]]
@@ -338,8 +339,41 @@ def _with_roles(layers: Sequence[Layer], *roles: Role) -> list[Layer]:
     return [layer for layer in layers if layer.role in roles]
 
 
+def _mixture_rows(scope: Scope, ffn: FeedForward, layers: Sequence[Layer]) -> list[Row]:
+    """The router, the experts and the expert that every token uses."""
+    experts = [layer for layer in layers if layer.expert is not None]
+    rows = [matmul(scope, "ffn", "router", [layer]) for layer in _with_roles(layers, Role.ROUTER)]
+    shape = scope.shape((scope.run.model.num_active_experts or 1) * ffn.hidden_features)
+    for role in FFN_ROLES:
+        same = _with_roles(experts, role)
+        if role is Role.FFN_DOWN:
+            rows += _activation_rows(scope, ffn, shape)
+        if same:
+            rows.append(
+                experts_row(
+                    scope,
+                    last_name(same[0].name),
+                    tuple(layer.name for layer in same),
+                    in_features=same[0].in_features,
+                    out_features=same[0].out_features,
+                    biases=same[0].out_features if same[0].has_bias else 0,
+                )
+            )
+    gates = [matmul(scope, "ffn", "shared gate", [layer]) for layer in _with_roles(layers, Role.SHARED_GATE)]
+    return rows + _ffn_rows(scope, ffn, [layer for layer in layers if layer not in experts]) + gates
+
+
+def _activation_rows(scope: Scope, ffn: FeedForward, shape: tuple[int, ...], calls: int = 1) -> list[Row]:
+    name = f"activation {ffn.activation.value}"
+    rows = [make_row(scope, "ffn", name, "activation", shape, kind=ffn.activation.value, calls=calls)]
+    if ffn.kind is FfnKind.GATED:
+        rows.append(make_row(scope, "ffn", "gating multiply", "multiply", shape, operands=2, calls=calls))
+    return rows
+
+
 def _ffn_rows(scope: Scope, ffn: FeedForward, layers: Sequence[Layer]) -> list[Row]:
     """Projections of the FFN around its activation; none where another block's FFN is shared."""
+    layers = _with_roles(layers, *FFN_ROLES)
     if not layers:
         return []
     wide = next((layer for layer in layers if layer.role in (Role.FFN_GATE, Role.FFN_UP)), layers[0])
@@ -352,11 +386,7 @@ def _ffn_rows(scope: Scope, ffn: FeedForward, layers: Sequence[Layer]) -> list[R
             matmul(scope, "ffn", names.get(layer.role, last_name(layer.name)), [layer]) for layer in chosen
         ]
 
-    rows = linears(Role.FFN_GATE, Role.FFN_UP)
-    name = f"activation {ffn.activation.value}"
-    rows.append(make_row(scope, "ffn", name, "activation", shape, kind=ffn.activation.value, calls=calls))
-    if ffn.kind is FfnKind.GATED:
-        rows.append(make_row(scope, "ffn", "gating multiply", "multiply", shape, operands=2, calls=calls))
+    rows = linears(Role.FFN_GATE, Role.FFN_UP) + _activation_rows(scope, ffn, shape, calls)
     return rows + linears(Role.FFN_LATENT, Role.FFN_DOWN)
 
 
@@ -382,7 +412,7 @@ def _head_rows(scope: Scope, layers: Sequence[Layer], norms: Sequence[Norm]) -> 
 
 def _layers_of(sublayer: Attention | FeedForward, layers: Sequence[Layer]) -> list[Layer]:
     if isinstance(sublayer, FeedForward):
-        return _with_roles(layers, *FFN_ROLES)
+        return _with_roles(layers, *FFN_ROLES, *ROUTING_ROLES)
     attention = _with_roles(layers, *ATTENTION_ROLES)
     return [layer for layer in attention if layer.is_cross_attention == sublayer.is_cross]
 
