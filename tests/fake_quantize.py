@@ -6,10 +6,13 @@ that the exported graph and this model differ by float summation alone.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import nn
 
+from quantkit.model.experts import with_separate_experts
 from quantkit.model.linears import weight_OI
 from quantkit.model.model_map import Role, Rows
 from quantkit.model.names import modules_by_name
@@ -21,10 +24,12 @@ from quantkit.quantization.simulate import input_hook, rounding_of
 
 def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
     """Put the checkpoint's values into a torch model of the same architecture, in place."""
+    with_separate_experts(module)
     described = checkpoint.description
     modules = modules_by_name(module)
     tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
     rounded: set[nn.Module] = set()
+    scaled: set[nn.Module] = set()
     for pack in described["packs"]:
         values = None if pack["table"] else torch.from_numpy(pack_values(checkpoint, pack))
         row = 0
@@ -36,6 +41,10 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
                     target = weight_OI(linear, layer["stored_as"])
                     target[rows_of(Rows(**layer["rows"]))] = values[row : row + count].to(target.dtype)
             row += count
+            if layer["input_factors"] and linear not in scaled:
+                scaled.add(linear)
+                factors_I = torch.from_numpy(checkpoint.read(f"{pack['name']}.input_factors"))
+                linear.register_forward_pre_hook(input_hook(partial(torch.mul, factors_I)))
             if pack["grid"] and rounds_inputs and linear not in rounded:
                 rounded.add(linear)
                 linear.register_forward_pre_hook(input_hook(_rounding_of_pack(checkpoint, pack)))

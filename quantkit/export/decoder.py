@@ -9,11 +9,13 @@ step. Where both graphs of a model must differ, in attention, cache and inputs, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from quantkit.export.mixture import add_mixture
 from quantkit.export.operators import ACTIVATION_OPS
 from quantkit.export.walk import Operators, Stream, Walk, norm_at
-from quantkit.model.model_map import EmbeddingKind, ModelMap, NormPlace, PositionKind, Role
+from quantkit.model.model_map import Block, EmbeddingKind, ModelMap, NormPlace, PositionKind, Role
 from quantkit.quantization.layout import TableEntry
 
 EMITTED_POSITIONS = {PositionKind.LEARNED, PositionKind.ROPE, PositionKind.NONE}
@@ -76,6 +78,31 @@ class DecoderWalk(Walk):
             positions = operators.position_rows(tables[EmbeddingKind.POSITION])
             x = operators.graph.op("Add", x, positions, name=operators.label("embedding/sum"))
         return x
+
+    def ffn(self, block: Block, x: str) -> str:
+        if block.mixture is None:
+            return self.feed_forward(block, x)
+        graph = self.operators.graph
+        rows = graph.op("Reshape", x, graph.integers(-1, self.pack(Role.ROUTER, block).in_features))
+        y = add_mixture(
+            graph,
+            block.mixture,
+            rows,
+            name=f"{block.name}/mixture",
+            router=partial(self.project, block, Role.ROUTER),
+            expert=lambda number, part: self.feed_forward(block, part, number),
+        )
+        if self.operators.contents.pack_of(Role.FFN_DOWN, block.name):
+            y = graph.op("Add", y, self.shared_expert(block, rows))
+        return graph.op("Reshape", y, graph.op("Shape", x))
+
+    def shared_expert(self, block: Block, x: str) -> str:
+        """The expert that every token uses, weighed by a gate where it has one."""
+        y = self.feed_forward(block, x)
+        if self.operators.contents.pack_of(Role.SHARED_GATE, block.name) is None:
+            return y
+        gate = self.project(block, Role.SHARED_GATE, x)
+        return self.operators.graph.op("Mul", y, self.operators.graph.op("Sigmoid", gate))
 
     def optional_projection(self, name: str, x: str) -> str:
         """A projection outside of blocks, where the family has one."""

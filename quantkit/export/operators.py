@@ -32,6 +32,8 @@ ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
 def matmul(graph: Graph, pack: Pack, x: str) -> str:
     """x W^T + b for one pack, in its format."""
     bias = graph.weight(f"{pack.name}.bias") if pack.has_bias else ""
+    if pack.input_factors:
+        x = graph.op("Mul", x, graph.weight(f"{pack.name}.input_factors"), name=f"{pack.name}/smoothed")
     if pack.format is None:
         return _float_matmul(graph, pack, x, bias)
     grid = pack.format.grid

@@ -41,7 +41,8 @@ def traffic_of(model_map: ModelMap, contents: Contents) -> Traffic:
                 numbers[attention.window] += num_values * block.calls
     ordered = sorted(numbers.items(), key=lambda item: item[0] or 0)
     return Traffic(
-        weight_bytes=_weight_bytes(contents), caches=tuple((count, window) for window, count in ordered)
+        weight_bytes=_weight_bytes(contents) - _idle_bytes(model_map, contents),
+        caches=tuple((count, window) for window, count in ordered),
     )
 
 
@@ -63,6 +64,19 @@ def _weight_bytes(contents: Contents) -> int:
     tables = [entry for entry in contents.tables if entry.table.name not in heads]
     unread = {spec.name for entry in tables for spec in entry.tensors()}
     return sum(_loaded_bytes(spec) for spec in contents.tensors() if spec.name not in unread)
+
+
+def _idle_bytes(model_map: ModelMap, contents: Contents) -> int:
+    """The experts that a token does not choose."""
+    mixtures = {block.name: block.mixture for block in model_map.blocks}
+    idle = 0.0
+    for pack in contents.packs:
+        layer = pack.layers[0]
+        mixture = mixtures.get(layer.block or "")
+        if mixture and layer.expert is not None:
+            num_bytes = sum(_loaded_bytes(spec) for spec in pack.tensors())
+            idle += num_bytes * (1 - mixture.num_active / mixture.num_experts)
+    return round(idle)
 
 
 def _loaded_bytes(spec: TensorSpec) -> int:

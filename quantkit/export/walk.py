@@ -71,9 +71,6 @@ class Operators(Protocol):
     def scale(self, x: str, factor: float, name: str) -> str:
         """A value times a constant."""
 
-    def clip(self, x: str, limit: float) -> str:
-        """A value between -limit and limit."""
-
     def keep_latents(self, block: Block, hidden: str) -> None:
         """Latents of an FFN as an output, where the block keeps them."""
 
@@ -96,13 +93,13 @@ class Walk:
     model_map: ModelMap
     operators: Operators
 
-    def pack(self, role: Role, block: Block | None = None) -> Pack:
-        pack = self.operators.contents.pack_of(role, block.name if block else None)
-        assert pack is not None, (block, role)
+    def pack(self, role: Role, block: Block | None = None, expert: int | None = None) -> Pack:
+        pack = self.operators.contents.pack_of(role, block.name if block else None, expert)
+        assert pack is not None, (block, role, expert)
         return pack
 
-    def project(self, block: Block, role: Role, x: str) -> str:
-        return self.operators.project(self.pack(role, block), x)
+    def project(self, block: Block, role: Role, x: str, expert: int | None = None) -> str:
+        return self.operators.project(self.pack(role, block, expert), x)
 
     def norm(self, block: Block | None, place: NormPlace) -> Norm:
         norm = norm_at(self.operators.contents, block, place)
@@ -175,20 +172,23 @@ class Walk:
             parts = operators.query_key_value(block.attentions[0], pack, x)
         else:
             parts = [self.project(block, role, x) for role in PACKED_ROLES]
-        limit = block.attentions[0].clip
-        parts = [operators.clip(part, limit) for part in parts] if limit else parts
         attended = operators.attention(block, parts)
         attended = operators.rows_with_logits(attended) if drops_rows else attended
         return self.project(block, Role.ATTENTION_OUT, attended)
 
     def ffn(self, block: Block, x: str) -> str:
+        return self.feed_forward(block, x)
+
+    def feed_forward(self, block: Block, x: str, expert: int | None = None) -> str:
+        """One FFN; of a mixture that of an expert, or the shared one."""
         assert block.ffn is not None
         operators, kind, name = self.operators, block.ffn.activation, self.operators.ffn_label(block)
-        up = self.project(block, Role.FFN_UP, x)
+        name = name if expert is None else f"{name}/experts.{expert}"
+        up = self.project(block, Role.FFN_UP, x, expert)
         operators.keep_latents(block, up)
-        if operators.contents.pack_of(Role.FFN_GATE, block.name):
-            gate = operators.activation(kind, self.project(block, Role.FFN_GATE, x), name)
+        if operators.contents.pack_of(Role.FFN_GATE, block.name, expert):
+            gate = operators.activation(kind, self.project(block, Role.FFN_GATE, x, expert), name)
             hidden = operators.graph.op("Mul", gate, up, name=operators.label(f"{name}/gated"))
         else:
             hidden = operators.activation(kind, up, name)
-        return self.project(block, Role.FFN_DOWN, hidden)
+        return self.project(block, Role.FFN_DOWN, hidden, expert)

@@ -22,12 +22,12 @@ def compare(artifacts: Sequence[Artifact | str | Path]) -> Comparison:
     if len(artifacts) < 2:
         raise InputError("one artifact has nothing beside it", where="compare", allowed="two folders or more")
     folders = [entry.folder if isinstance(entry, Artifact) else Path(entry) for entry in artifacts]
-    reports = [_report(folder) for folder in folders]
+    reports = [stored_report(folder) for folder in folders]
     with reading(", ".join(map(str, folders)), "one of them is not a report", next_step=AGAIN):
         return compare_reports(reports)
 
 
-def _report(folder: Path) -> dict[str, Any]:
+def stored_report(folder: Path) -> dict[str, Any]:
     """An artifact's report, with a digest of the tokenizer that its figures were measured with."""
     report, tokenizer = read_document(folder), folder / "tokenizer.json"
     digest = sha256_of(tokenizer) if tokenizer.is_file() else None

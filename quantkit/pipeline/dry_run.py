@@ -20,6 +20,7 @@ from quantkit.pipeline.stages.write import export_job
 from quantkit.plan.plan import Count, FormulaCheck, LayerPlan
 from quantkit.plan.targets import TARGETS
 from quantkit.progress import Progress
+from quantkit.quantization.transforms.smoothquant import smoothed_map
 from quantkit.recipe import Recipe
 from quantkit.report.document import Kept, kept_projections
 
@@ -94,6 +95,8 @@ def dry_run(
     resolved, folder = resolved_run(decided, settings, Progress(quiet=quiet))
     decided, plan, model_map = resolved.recipe, resolved.plan, resolved.model_map
     prepared = unprepared(resolved)
+    if {"smoothquant", "awq"} & {*decided.transforms}:
+        prepared = replace(prepared, model_map=smoothed_map(model_map, resolved.weights))
     job = export_job(prepared, decided.layers)
     is_static = TARGETS[decided.target].is_static
     chosen = job.formats

@@ -111,9 +111,12 @@ def recipe_of(recipe: Recipe | str | Path | None) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe)) if recipe else Recipe()
 
 
-def run(recipe: Recipe, settings: Run, *, source: Source | None = None) -> Artifact:
+def run(
+    recipe: Recipe, settings: Run, *, source: Source | None = None, progress: Progress | None = None
+) -> Artifact:
     """The stages; the output appears when all of them are done."""
-    resolved, output = resolved_run(recipe, settings, Progress(quiet=settings.quiet), source=source)
+    progress = progress or Progress(quiet=settings.quiet)
+    resolved, output = resolved_run(recipe, settings, progress, source=source)
     with new_artifact(output, force=settings.force) as folder, resumable(resolved):
         prepared = prepare(resolved)
         write_companions(resolved.source, resolved.model_map, folder, target_name=resolved.recipe.target)

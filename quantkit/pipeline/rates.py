@@ -5,6 +5,7 @@ Programs that run beside it slow the measurement as much as the run that it stan
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class Rates:
     process_seconds: float  # to start a process that imports onnxruntime
 
 
+@functools.cache
 def measure_rates(in_features: int, out_features: int) -> Rates:
     """The rates for a model whose typical projection has this shape."""
     rows = max(1, min(out_features, LARGEST_WEIGHT // in_features))

@@ -37,6 +37,11 @@ class Grid:
         return self.bits == BITS_IN_HALVES
 
     @property
+    def stored_bits(self) -> int:
+        """Bits of a code in a file: those of 7 bits are bytes."""
+        return next(size for size in (4, 8, 16) if self.bits <= size)
+
+    @property
     def largest(self) -> int:
         """The largest code; at 16 bits the largest whose halves are both signed."""
         if self.in_halves:
@@ -56,9 +61,9 @@ class Grid:
         """Bytes of codes, scales and zero points of a matrix, padded to whole blocks."""
         blocks = self.num_blocks(columns)
         width = columns if self.block is None else blocks * self.block
-        zeros = 0 if self.is_symmetric else -(-blocks * self.bits // 8)
+        zeros = 0 if self.is_symmetric else -(-blocks * self.stored_bits // 8)
         scales = 4 if self.block is None else 2 * blocks
-        return rows * (width * self.bits // 8 + scales + zeros)
+        return rows * (width * self.stored_bits // 8 + scales + zeros)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quantkit.errors import InputError
-from quantkit.model.model_map import ATTENTION_ROLES, FFN_ROLES, Block, Layer, ModelMap, Role
+from quantkit.model.model_map import ATTENTION_ROLES, FFN_ROLES, ROUTING_ROLES, Block, Layer, ModelMap, Role
 from quantkit.plan.plan import Count, FormulaCheck, LayerPlan, Plan
 
 DEFAULT_MIN_DIM = 256  # smaller projections save little and are often routers
@@ -102,6 +102,8 @@ def _plan_layer(layer: Layer, min_dim: int, include: Sequence[str], exclude: Seq
         quantized, reason = False, f"excluded by '{excluded_by}'"
     elif not is_included:
         quantized, reason = False, "not in --include"
+    elif layer.role in ROUTING_ROLES:
+        quantized, reason = False, "it routes tokens to experts: always float"
     else:
         quantized = largest >= min_dim
         sign = ">=" if quantized else "<"

@@ -139,6 +139,12 @@ TARGETS: dict[str, Target] = {
 DEFAULT_TARGET = "cpu"
 
 
+def multiplies(target: Target, chosen: Format) -> bool:
+    """Whether the target has an operator for products in this format."""
+    has_channels = "com.microsoft::DynamicQuantizeMatMul" in target.fused_operators
+    return target.is_static or chosen.is_static or chosen.grid.block is not None or has_channels
+
+
 def format_on(target: Target, chosen: Format) -> Format:
     """A projection's format on a target: ranges per graph value, or fewer bits per channel."""
     if target.is_static:

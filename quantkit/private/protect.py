@@ -172,6 +172,12 @@ def require_decoder(resolved: Resolved) -> None:
             where=model_map.name,
             next_step="'quantkit quantize' runs it in one piece",
         )
+    if any(block.mixture for block in model_map.blocks):
+        raise InputError(
+            "its blocks choose among experts, and the choice would tell the host of the text",
+            where=model_map.name,
+            next_step="'quantkit quantize' runs it in one piece",
+        )
     if recipe.scheme not in PROTECTED_SCHEMES or recipe.fit != PLAIN or recipe.cache != "float32":
         raise InputError(
             f"scheme {recipe.scheme}, fit {recipe.fit}, cache {recipe.cache}",

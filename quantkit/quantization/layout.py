@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,11 @@ class Pack:
         return self.layers[0].num_groups
 
     @property
+    def input_factors(self) -> str | None:
+        """The vector that the input is multiplied by."""
+        return self.layers[0].input_factors
+
+    @property
     def out_features(self) -> int:
         return sum(layer.out_features for layer in self.layers)
 
@@ -146,12 +152,13 @@ class Pack:
         return self.adds_bias or any(layer.has_bias for layer in self.layers)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Stored tensors: weights, scales, bias, and the grid of the input."""
+        """Stored tensors: weights, scales, bias, and the factors and the grid of the input."""
         weights = _matrix_tensors(self.name, self.out_features, self.in_features, self.grid)
         bits = self.format.input_bits if self.format else None
         return (
             *(() if self.table else weights),
             *([_floats(f"{self.name}.bias", self.out_features)] if self.has_bias else []),
+            *([_floats(f"{self.name}.input_factors", self.in_features)] if self.input_factors else []),
             *([_floats(f"{self.name}.input_scale")] if bits else []),
             *([TensorSpec(name=f"{self.name}.input_zero", dtype=f"U{bits}", shape=())] if bits else []),
         )
@@ -175,7 +182,7 @@ class TableEntry:
         return _block_tensors(self.table.name, rows, columns, self.grid)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Contents:
     """All packs, tables and other tensors of a quantized model."""
 
@@ -195,10 +202,17 @@ class Contents:
         specs.extend(_floats(name, *shape) for name, shape in self.loose)
         return tuple(specs)
 
-    def pack_of(self, role: Role, block: str | None = None) -> Pack | None:
+    def pack_of(self, role: Role, block: str | None = None, expert: int | None = None) -> Pack | None:
         """The pack with a projection of this role, in this block or outside of blocks."""
-        packs = (pack for pack in self.packs if pack.layers[0].block == block)
-        return next((pack for pack in packs if any(layer.role is role for layer in pack.layers)), None)
+        return self._by_role.get((role, block, expert))
+
+    @cached_property
+    def _by_role(self) -> Mapping[tuple[Role, str | None, int | None], Pack]:
+        packs: dict[tuple[Role, str | None, int | None], Pack] = {}
+        for pack in self.packs:
+            for layer in pack.layers:
+                packs.setdefault((layer.role, pack.layers[0].block, layer.expert), pack)
+        return packs
 
 
 def _floats(name: str, *shape: int) -> TensorSpec:

@@ -53,7 +53,7 @@ def round_blocks(x: Tensor, block: int) -> Tensor:
     """Symmetric INT8 with one scale for each block of the last dimension."""
     width = x.shape[-1]
     padded = nn.functional.pad(x, (0, -width % block))
-    blocks = padded.reshape(*padded.shape[:-1], -1, block)
+    blocks = padded.reshape(*padded.shape[:-1], padded.shape[-1] // block, block)
     scales = blocks.abs().amax(-1, keepdim=True) / LARGEST_CODE
     rounded = torch.where(scales > 0, (blocks / scales).round() * scales, torch.zeros_like(blocks))
     return rounded.flatten(-2)[..., :width]

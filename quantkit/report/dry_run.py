@@ -16,7 +16,7 @@ def dry_run_page(document: Json) -> Page:
 
 
 def _head(document: Json) -> Iterable[str]:
-    yield f"{document['model']}: {document['scheme']} for {document['target']}, as a {document['kind']} graph"
+    yield f"{document['model']}: {document['scheme']} for {document['target']}, {document['kind']} graph"
     yield from plan_lines(document)
     yield from (f"format: {count} x {name}" for name, count in document["formats"].items())
     yield from (f"float: {entry['count']} {entry['role']} ({entry['reason']})" for entry in document["kept"])

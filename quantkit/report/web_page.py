@@ -10,7 +10,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quantkit.report.alarms import PHASES, alarms_of
@@ -70,7 +70,7 @@ class WebPage:
     answers: Answers | None = None
     layer_map: LayerMap | None = None
     layers: Table | None = None
-    scatter: Scatter | None = None
+    scatters: tuple[Scatter, ...] = ()
     bars: tuple[Bars, ...] = ()
     roofline: Scatter | None = None
     roofline_table: Table | None = None
@@ -89,6 +89,7 @@ def report_html(document: Json) -> str:
     judgement = document.get("judgement")
     verdict = judgement["verdict"] if judgement else "none"
     has_layers, roofline = bool(document.get("layers")), document.get("roofline")
+    searched = _search_picture(document.get("search"))
     page = WebPage(
         title=document["model"],
         kicker="Quantization report",
@@ -103,7 +104,7 @@ def report_html(document: Json) -> str:
         answers=answers_of(document.get("samples")),
         layer_map=layer_map(document),
         layers=layer_table(document) if has_layers else None,
-        scatter=_search_picture(document.get("search")),
+        scatters=(searched,) if searched else (),
         bars=tuple(bars for bars in _bars(document) if bars),
         roofline=roofline_picture(roofline) if roofline else None,
         roofline_table=roofline_table(roofline) if roofline else None,
@@ -119,49 +120,78 @@ def report_html(document: Json) -> str:
     return _rendered(page)
 
 
-def comparison_html(comparison: Comparison) -> str:
-    """The page of several artifacts."""
-    artifacts, text = comparison.artifacts, comparison_page(comparison)
-    names = short_names([artifact.folder for artifact in artifacts])
-    points = [
-        Point(
-            x=artifact.values["size_bytes"] / 1e6,
-            y=artifact.values["kl_divergence"],
-            label=name,
-            description=f"{name}\n{artifact.scheme} for {artifact.target}\n"
-            f"{megabytes(artifact.values['size_bytes'])} MB, KL {artifact.values['kl_divergence']:.3g}",
-        )
-        for name, artifact in zip(names, artifacts, strict=True)
-        if {"size_bytes", "kl_divergence"} <= artifact.values.keys()
-        and "kl_divergence" not in artifact.not_compared
+def comparison_html(*comparisons: Comparison) -> str:
+    """The page of several artifacts; with several comparisons, the title of each part names its model."""
+    texts = [comparison_page(comparison) for comparison in comparisons]
+    suffixes = [
+        f": {comparison.artifacts[0].model}" if len(comparisons) > 1 else "" for comparison in comparisons
     ]
-    bars = [
-        bars_of(
-            METRICS[key].title,
-            ("artifact", METRICS[key].title),
+    page = WebPage(
+        title=", ".join(name for comparison in comparisons for name in _names(comparison)),
+        kicker="Comparison of artifacts",
+        subtitle="; ".join(text.head[0] for text in texts),
+        tables=tuple(
+            replace(table, title=table.title + suffix)
+            for text, suffix in zip(texts, suffixes, strict=True)
+            for table in text.tables
+        ),
+        protocol=tuple(line for text in texts for line in (*text.head[1:], *text.foot)),
+        notes=tuple(note for text in texts for note in text.warnings),
+        scatters=tuple(
+            picture
+            for comparison, suffix in zip(comparisons, suffixes, strict=True)
+            for picture in _frontiers(comparison, suffix)
+        ),
+        bars=tuple(
+            entry
+            for comparison, suffix in zip(comparisons, suffixes, strict=True)
+            for entry in _compared_bars(comparison, suffix)
+        ),
+    )
+    return _rendered(page)
+
+
+def _names(comparison: Comparison) -> Sequence[str]:
+    return short_names([artifact.folder for artifact in comparison.artifacts])
+
+
+def _frontiers(comparison: Comparison, suffix: str) -> Iterable[Scatter]:
+    """KL divergence beside size and beside the time of a token, of comparable artifacts."""
+    for key, title, axis, unit in (
+        ("size_bytes", "Size", "size, MB", "MB"),
+        ("decode_ms_per_token", "Time of a token", "decode, ms per token", "ms"),
+    ):
+        points = [
+            Point(
+                x=artifact.values[key] / (1e6 if unit == "MB" else 1),
+                y=artifact.values["kl_divergence"],
+                label=name,
+                description=f"{name}\n{artifact.scheme} for {artifact.target}\n"
+                f"{METRICS[key].show(artifact.values[key])} {unit}, "
+                f"KL {artifact.values['kl_divergence']:.3g}",
+            )
+            for name, artifact in zip(_names(comparison), comparison.artifacts, strict=True)
+            if {key, "kl_divergence"} <= artifact.values.keys()
+            and not {key, "kl_divergence"} & artifact.not_compared.keys()
+        ]
+        if len(points) > 1:
+            yield scatter(f"{title} and KL divergence{suffix}", (axis, "KL divergence, nats"), points)
+
+
+def _compared_bars(comparison: Comparison, suffix: str) -> Iterable[Bars]:
+    for key in ("size_bytes", "prefill_ms", "decode_ms_per_token", "run_peak_bytes"):
+        title = METRICS[key].title
+        bars = bars_of(
+            title + suffix,
+            ("artifact", title),
             [
                 (name, artifact.values[key], METRICS[key].show(artifact.values[key]))
-                for name, artifact in zip(names, artifacts, strict=True)
+                for name, artifact in zip(_names(comparison), comparison.artifacts, strict=True)
                 if key in artifact.values and key not in artifact.not_compared
             ],
         )
-        for key in ("size_bytes", "prefill_ms", "decode_ms_per_token", "run_peak_bytes")
-    ]
-    page = WebPage(
-        title=", ".join(names),
-        kicker="Comparison of artifacts",
-        subtitle=text.head[0],
-        tables=text.tables,
-        protocol=(*text.head[1:], *text.foot),
-        notes=text.warnings,
-        scatter=(
-            scatter("Size and KL divergence", ("size, MB", "KL divergence, nats"), points)
-            if len(points) > 1
-            else None
-        ),
-        bars=tuple(entry for entry in bars if entry and len(entry.bars) > 1),
-    )
-    return _rendered(page)
+        if bars and len(bars.bars) > 1:
+            yield bars
 
 
 def _rendered(page: WebPage) -> str:

@@ -20,6 +20,7 @@ from quantkit.errors import InputError, not_one_of
 from quantkit.files import expect, read_json, reading
 
 MANIFEST = "manifest.json"
+HASHED_PACKAGES = ("quantkit-onnx", "torch", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
 LARGE_BYTES = 8 << 20
 PART_BYTES = 1 << 18
 IGNORED_FOLDERS = ("compiled", "__pycache__")  # written by runs; compiled graphs have hashes of their own

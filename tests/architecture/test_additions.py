@@ -67,6 +67,7 @@ def test_the_examples_are_a_scheme_and_a_verb():
     ]
 
 
+@pytest.mark.slow
 def test_the_scheme_passes_its_contract_and_quantizes(package, tmp_path):
     contract = ROOT / "tests" / "contracts" / "test_every_scheme.py"
     chosen = ("-k", "int8_block256 and name_says", "-p", "no:cacheprovider")

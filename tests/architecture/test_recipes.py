@@ -9,7 +9,7 @@ from quantkit.recipe import load_recipe
 pytestmark = pytest.mark.once
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-RECIPES = sorted(path for path in FOLDER.glob("*") if path.name != "recipe.schema.json")
+RECIPES = sorted(path for path in FOLDER.glob("*") if path.is_file() and path.name != "recipe.schema.json")
 
 
 def test_there_is_a_recipe_to_start_from() -> None:

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "quantkit"
 ROOMS = (
     "cli",
     "private",
+    "sweeps",
     "pipeline",
     "report",
     "evaluation",
@@ -40,6 +41,7 @@ LIBRARIES = {  # the one room that imports it
     "jinja2.sandbox": "runtime/on_device/chat.py",  # templates of checkpoints
     "lm_eval": "evaluation/lm_eval",
     "websockets": "private",
+    "ray": "sweeps/ray.py",
 }
 TORCH_FREE = ("recipe", "errors", "progress", "plan", "runtime", "evaluation", "report", "cli")
 # Names under which anything could lie, so that in time everything does.

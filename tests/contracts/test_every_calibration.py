@@ -8,8 +8,10 @@ import torch
 from calibrating import check, everything, inputs_of
 from exporting import build_tiny, slow_unless_of_a_kind
 
+from quantkit.model.experts import with_separate_experts
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
+from quantkit.model.names import modules_by_name
 from quantkit.quantization.calibration.passes import collect
 
 pytestmark = pytest.mark.once
@@ -28,10 +30,10 @@ TOKENS = np.random.default_rng(0).integers(5, 60, (5, 20))  # longer than the ti
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_every_input_of_every_family(name, sizes, tmp_path):
-    model = build_tiny(FAMILIES[name].tiny_class, sizes, dtype=torch.float64)
+    model = with_separate_experts(build_tiny(FAMILIES[name].tiny_class, sizes, dtype=torch.float64))
     model_map = map_module(model, name=name).at_inference
-    live = {stored: newer for newer, stored in FAMILIES[name].names.items() if hasattr(model, newer)}
-    modules = {matrix: model.get_submodule(live.get(matrix, matrix)) for matrix in model_map.matrices}
+    named = modules_by_name(model)
+    modules = {matrix: named[matrix] for matrix in model_map.matrices}
     rows = inputs_of(model, TOKENS, modules)
     blocks = [block.name for block in model_map.blocks]
     wanted = everything(model_map.matrices)
@@ -56,7 +58,11 @@ def test_every_input_of_every_family(name, sizes, tmp_path):
         one, other = by_blocks.read(matrix), whole.read(matrix)
         assert one.num_rows == other.num_rows
         assert np.abs(one.peak_I - other.peak_I).max() <= 1e-6 * np.abs(one.peak_I).max()
-    calls = {layer.matrix: layer.calls for layer in model_map.layers}
-    assert {matrix: len(found) for matrix, found in rows.items()} == {
-        matrix: calls[matrix] * TOKENS.size for matrix in rows
-    }
+    tokens = by_blocks.tokens_by_matrix()
+    assert {matrix: len(found) for matrix, found in rows.items()} == tokens
+    for layer in model_map.layers:
+        assert layer.expert is not None or tokens[layer.matrix] == layer.calls * TOKENS.size
+    for block in model_map.blocks if model_map.num_experts else ():
+        met = {layer.expert: tokens[layer.matrix] for layer in model_map.layers if layer.block == block.name}
+        met.pop(None)
+        assert sum(met.values()) == (model_map.num_active_experts * TOKENS.size if block.mixture else 0)

@@ -18,7 +18,8 @@ from stored import open_checkpoint
 
 from quantkit.export.decoder import why_not
 from quantkit.model.families import FAMILIES
-from quantkit.model.inspect import map_module
+from quantkit.model.inspect import inspect, map_module
+from quantkit.model.model_map import ROUTING_ROLES
 from quantkit.runtime.decoder import open_decoder, positions_of, start, step
 
 CASES = decoder_cases()
@@ -158,7 +159,7 @@ def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
     model.save_pretrained(tmp_path / "model")
     exported = export(tmp_path / "model", tmp_path / "out", scheme=scheme)
     assert set(exported.placement.projections) == {
-        layer.name for layer in map_module(model, name=name).at_inference.layers
+        layer.name for layer in inspect(model).at_inference.layers if layer.role not in ROUTING_ROLES
     }
     decoder = open_decoder(tmp_path / "out", threads=1)
     checkpoint = open_checkpoint(tmp_path / "out" / "weights.safetensors")
@@ -168,7 +169,8 @@ def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
     # A value on the border of two codes may round either way, and later layers carry that on.
     assert error(made, fake).relative < 2e-2
     assert np.abs(made - fake).mean() < 0.5 * np.abs(made - original).mean() + 1e-6
-    assert 1e-4 < error(made, original).relative < 0.1, "the quantization shows, and is small"
+    largest = 0.3 if "num_experts_per_tok" in sizes else 0.1  # a rounded token may choose other experts
+    assert 1e-4 < error(made, original).relative < largest, "the quantization shows, and is small"
     if "block" in scheme:
         # From blocks of 128 on, the product of one token sums in another order than that of several; behind a
         # head nothing is rounded again, so there it stays at that.

@@ -31,6 +31,7 @@ IDS = np.random.default_rng(0).integers(1, 60, (2, 14))
 CASES = [
     pytest.param(*case.values, id=case.id, marks=slow_unless_of_a_kind(case.values[0]))
     for case in decoder_cases()
+    if FAMILIES[case.values[0]].stacks[0].mixture is None
 ]
 IN_DOUBLE = [
     pytest.param(name, index, id=f"{name}-{index}")

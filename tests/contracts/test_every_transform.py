@@ -63,7 +63,10 @@ FORBIDDEN = {
     ("fold", "quantkit_reference", 2): "post-norm",
     ("fold", "ws_ffn", 1): "post-norm",
     **{(name, "olmo", variant): "no gain" for name in ("fold", "hadamard") for variant in (0, 1)},
-    ("head_hadamard", "olmo", 1): "no attention of it permits a rotation",  # values are clipped
+    **{
+        ("head_hadamard", name, 1): "no attention of it permits a rotation"  # values are clipped
+        for name in ("olmo", "olmoe")
+    },
 }
 
 

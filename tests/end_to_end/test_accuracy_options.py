@@ -212,6 +212,7 @@ def test_a_budget_that_only_floats_hold_says_so(cache, tmp_path):
     assert "NOTHING QUANTIZED" in ran.stdout
 
 
+@pytest.mark.slow
 def test_sizes_are_chosen_by_measuring(cache, tmp_path):
     out = tmp_path / "out"
     ran = quantkit("quantize", "demo", "--min-dim", "auto", "--no-eval", "-o", out, cache=cache)
@@ -226,6 +227,7 @@ def test_sizes_are_chosen_by_measuring(cache, tmp_path):
     assert all(each["median_us"] > 0 for each in report["shape_times"])
 
 
+@pytest.mark.slow
 def test_sensitivity_alone(cache):
     ran = quantkit("inspect", "demo", "--sensitivity", "--include", "*.h.0.*", "--json", cache=cache)
     assert ran.returncode == 0, ran.stderr

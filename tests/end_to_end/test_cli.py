@@ -18,7 +18,7 @@ def test_the_bare_command_shows_its_help(monkeypatch):
     shown = quantkit()
     assert (shown.returncode, shown.stderr) == (0, "")
     verbs = shown.stdout.partition("Commands:\n")[2].splitlines()
-    assert len(verbs) == 16
+    assert len(verbs) == 17
     assert not [line for line in verbs if line.endswith("...")], "every verb in one line of 80 columns"
 
 

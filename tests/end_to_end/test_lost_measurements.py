@@ -77,6 +77,7 @@ def test_an_artifact_outlives_its_measuring(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.slow
 def test_the_disk_of_the_output_is_full(small_disk):
     folder = small_disk("1m")
     line = refused(quantkit("quantize", "demo", "--no-eval", "-o", folder / "out"))
@@ -102,6 +103,7 @@ main()
     )
 
 
+@pytest.mark.slow
 def test_the_disk_of_the_cache_is_full(small_disk, tmp_path):
     folder = small_disk("256k")
     arguments = ("quantize", "demo", "--fit", "gptq", "--no-eval", *FAST, "-o", tmp_path / "out")

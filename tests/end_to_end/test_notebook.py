@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow]
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "example.ipynb"
 
 

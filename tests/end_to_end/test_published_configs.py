@@ -27,10 +27,7 @@ NUM_STEPS = 3  # tokens read one at a time, behind a prompt
 UNTRACED = (
     "microsoft/biogpt",
     "facebook/xglm-564M",
-    "mistralai/Mixtral-8x7B-v0.1",
-    "Qwen/Qwen1.5-MoE-A2.7B",
     "google/recurrentgemma-2b",
-    "allenai/OLMoE-1B-7B-0924",
     "ibm-granite/granite-3.0-1b-a400m-base",
     "LiquidAI/LFM2-350M",
     "tencent/Hunyuan-0.5B-Instruct",

@@ -111,7 +111,7 @@ def test_the_memory_floor_stands_where_the_artifact_tells_its_traffic(artifact, 
 
     told = with_metadata({**opened.session.metadata, "bytes_per_token": 6_000_000})
     made = benchmark(told, progress=Progress(quiet=True))
-    assert 6e6 / 1e12 * 1e3 < made.latency.floor_ms_per_token < 6e6 / 1e9 * 1e3  # 1 to 1000 GB/s
+    assert 6e6 / 1e12 * 1e3 < made.latency.floor_ms_per_token < 6e6 / 1e8 * 1e3  # 0.1 to 1000 GB/s
     assert made.notes == ()
     monkeypatch.setattr(measure, "cache_bytes", lambda: 32 << 20)
     made = benchmark(told, progress=Progress(quiet=True))

@@ -18,10 +18,13 @@ pytestmark = pytest.mark.once
 CASES = int(os.environ.get("QUANTKIT_FAULT_CASES", "12"))
 SECONDS = 80.0  # of a parser: with the rest of --faults half an hour on two cores
 STUCK_SECONDS = 900.0
+OFTEN = ("config", "recipe", "weights", "tokenizer", "manifest")  # with the fast tests; --faults runs all
 FUZZ = Path(__file__).with_name("fuzz.py")
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in PARSERS]
+)
 def test_no_traceback_and_no_hang(name, record_property):
     tests = Path(__file__).parents[1]
     paths = [os.environ.get("PYTHONPATH", ""), str(tests), str(tests.parent)]

@@ -20,6 +20,14 @@ from quantkit.plan.select import choose
 
 PLANS = Path(__file__).parent / "plans"
 MIN_DIM = 768
+OFTEN = (
+    "bert-base-uncased",
+    "gemma-3-270m",
+    "gpt2",
+    "llama-3.2-1b",
+    "opt-125m",
+    "t5-small",
+)  # others are slow
 
 
 def compact(name: str) -> dict:
@@ -52,7 +60,9 @@ def _describe(block) -> str:
     return json.dumps({key: value for key, value in facts.items() if key not in ("name", "index")})
 
 
-@pytest.mark.parametrize("name", known_names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in known_names()]
+)
 def test_plan_is_as_kept(name):
     path = PLANS / f"{name}.json"
     observed = compact(name)

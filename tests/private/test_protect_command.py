@@ -130,6 +130,7 @@ def test_the_key_is_in_nothing_but_its_file(place):
 REFUSED = {
     "another model's key": ({"model": "gpt2"}, "the key is for another model"),
     "an encoder": ({"model": "bert", "key": "new.key"}, "fused decoder"),
+    "a mixture": ({"model": "mixtral", "key": "new.key"}, "choose among experts"),
     "no residual": ({"permute": "ffn"}, "without 'residual'"),
     "an unknown space": ({"permute": "residual,x"}, "'x'; allowed: residual"),
     "four bits": ({"scheme": "int4_block32"}, "allowed: schemes int8_block16"),
@@ -144,7 +145,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_protect_refuses(case, place, tmp_path):
     changes, reason = REFUSED[case]
-    for name, row in (("gpt2", "gpt2"), ("bert", "bert")):
+    for name, row in (("gpt2", "gpt2"), ("bert", "bert"), ("mixtral", "mixtral")):
         if changes.get("model") == name:
             build_tiny(FAMILIES[row].tiny_class, dict(FAMILIES[row].tiny)).save_pretrained(tmp_path / name)
             changes = {**changes, "model": str(tmp_path / name)}

@@ -367,3 +367,7 @@ def test_the_page_of_a_comparison_shows_artifacts_with_comparable_figures():
         assert words in page, words
     other = {**smaller, "model": "another"}
     assert "<svg" not in comparison_html(compare_reports([first, other])), "KL of another original"
+    others = [{**report, "model": "another"} for report in (first, smaller)]
+    page = comparison_html(compare_reports([first, smaller]), compare_reports(others))
+    for words in (f"Size and KL divergence: {first['model']}", "Time of a token and KL divergence: another"):
+        assert words in page, words

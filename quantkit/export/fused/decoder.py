@@ -166,6 +166,8 @@ class FusedDecoder(FusedOperators):
         if facts.has_query_key_norm:
             query = self.head_norm(block, NormPlace.QUERY, query, facts.num_heads)
             key = self.head_norm(block, NormPlace.KEY, key, facts.num_kv_heads)
+        if facts.clip:
+            query, key, value = (part and self.clip(part, facts.clip) for part in (query, key, value))
         if rotates_apart(facts):
             query = self.rotate(facts, query, facts.num_heads)
             key = self.rotate(facts, key, facts.num_kv_heads)

@@ -35,6 +35,8 @@ def why_not_static(model_map: ModelMap, shape: StaticShape) -> str | None:
         )
     if reason is None and any(attention.clip for block in model_map.blocks for attention in block.attentions):
         reason = "it clips queries, keys and values"
+    if reason is None and any(block.mixture for block in model_map.blocks):
+        reason = "its tokens choose among experts, so that shapes depend on the text"
     context = model_map.context
     if reason is None and context and shape.total > context:
         reason = f"it has {context} positions, and {shape.total} were asked for"

@@ -102,6 +102,8 @@ class StaticOperators:
         """x W^T + b for rows x [tokens, in]."""
         graph, name = self.graph, pack.name
         graph.integer_nodes[name] = [layer.name for layer in pack.layers]  # once it is quantized
+        if pack.input_factors:
+            x = graph.op("Mul", x, graph.weight(f"{name}.input_factors"), name=f"{name}/smoothed")
         if pack.grid is not None and pack.grid.in_halves:
             return self.project_in_halves(pack, x)
         weight = weight_IO(graph, pack, self.contents)
@@ -154,9 +156,6 @@ class StaticOperators:
 
     def scale(self, x: str, factor: float, name: str) -> str:
         return self.graph.op("Mul", x, self.constant(f"{name}/factor", factor), name=name)
-
-    def clip(self, x: str, limit: float) -> str:
-        raise AssertionError("why_not_static refuses a model that clips")
 
     def keep_latents(self, block: Block, hidden: str) -> None:
         pass  # the recipe of a static target refuses --keep-latent

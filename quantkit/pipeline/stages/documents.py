@@ -32,12 +32,11 @@ from quantkit.report.quantization import quantization_page
 from quantkit.report.tables import to_markdown
 from quantkit.report.web_page import PAGE_FILE, report_html
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.manifest import MANIFEST, hash_files, sum_files
+from quantkit.runtime.manifest import HASHED_PACKAGES, MANIFEST, hash_files, sum_files
 from quantkit.runtime.providers.placement import Placement, place
 from quantkit.runtime.providers.table import PROVIDERS
 
 COPIES_TO_PLACE = 3  # of the weights in memory, while nodes are placed
-HASHED_PACKAGES = ("quantkit-onnx", "torch", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
 
 
 def cpu_placement(written: Written) -> Placement | None:
@@ -77,8 +76,9 @@ def machine_roofline(written: Written, latency: Latency | None) -> MachineRoofli
     with resolved.progress.stage("roofline"):
         machine = measure_this_machine()
     contents = written.exported.contents
-    bits = {layer.name: pack.grid.bits for pack in contents.packs if pack.grid for layer in pack.layers}
-    bits |= {entry.table.name: entry.grid.bits for entry in contents.tables if entry.grid}
+    grids = {layer.name: pack.grid for pack in contents.packs for layer in pack.layers}
+    grids |= {entry.table.name: entry.grid for entry in contents.tables}
+    bits = {name: grid.stored_bits for name, grid in grids.items() if grid}
     cost = partial(phase_cost, model_map=written.prepared.model_map, bits=bits, machine=machine)
     prompt = latency.prompt_length
     phases = [cost("prompt", num_tokens=prompt, past=0, measured_ms=latency.prefill.median_ms)]

@@ -46,6 +46,7 @@ from quantkit.quantization.transforms.strengths import search_strengths
 from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
+FEWEST_TOKENS = 64  # that an expert must meet for a fit
 BATCH = 4  # windows that run at once
 QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that looks for outliers
 
@@ -82,18 +83,42 @@ def prepare(resolved: Resolved) -> Prepared:
     if not needs:
         return prepared
     file, prepared = _calibrate(prepared, needs, f"{len(recipe.transforms)}-fit")
+    rare = _rare_experts(prepared, file)
+    experts = {layer.matrix for layer in resolved.model_map.layers if layer.expert is not None}
     notes = [
         f"calibration never reached '{name}': it is rounded to nearest"
         for name in file.unreached
-        if any(name == layer.matrix for layer in resolved.model_map.layers)
+        if name not in experts and any(name == layer.matrix for layer in resolved.model_map.layers)
     ]
     prepared = replace(
         prepared,
-        statistics=lambda layer: _statistics_of(file, layer),
-        notes=(*prepared.notes, *notes),
+        statistics=lambda layer: None if layer.matrix in rare else _statistics_of(file, layer),
+        notes=(*prepared.notes, *notes, *_rare_note(rare)),
         key=file.key,
     )
     return _with_output_gradients(prepared)
+
+
+def _rare_experts(prepared: Prepared, file: StatisticsFile) -> dict[str, int]:
+    """The tokens of each expert's matrix that came to too few to say how it is best rounded."""
+    tokens = file.tokens_by_matrix()
+    return {
+        layer.matrix: tokens[layer.matrix]
+        for layer in prepared.resolved.model_map.layers
+        if layer.expert is not None
+        and tokens.get(layer.matrix, FEWEST_TOKENS) < FEWEST_TOKENS
+        and not prepared.formats[layer.name].is_static  # its range is needed
+    }
+
+
+def _rare_note(rare: Mapping[str, int]) -> Iterator[str]:
+    experts = {matrix.rpartition(".")[0]: tokens for matrix, tokens in rare.items()}
+    if experts:
+        names = ", ".join(f"{name} ({tokens})" for name, tokens in experts.items())
+        yield (
+            f"{len(experts)} experts met fewer than {FEWEST_TOKENS} tokens of the calibration text and are "
+            f"rounded to nearest: {names}"
+        )
 
 
 def unprepared(resolved: Resolved) -> Prepared:

@@ -27,7 +27,7 @@ from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import check_patterns, choose
-from quantkit.plan.targets import TARGETS, Target
+from quantkit.plan.targets import TARGETS, Target, multiplies
 from quantkit.progress import Progress
 from quantkit.quantization.layout import Contents, contents_of
 from quantkit.quantization.transforms import TRANSFORMS
@@ -145,7 +145,7 @@ def plan_of(recipe: Recipe, model_map: ModelMap, layers: Mapping[str, str] | Non
 def with_defaults(recipe: Recipe, model_map: ModelMap, kind: str) -> Recipe:
     """The recipe with scheme, fit and transforms in place of "auto"."""
     if recipe.scheme == AUTO:
-        recipe = override(recipe, {"scheme": DEFAULT_SCHEMES[kind]})
+        recipe = override(recipe, {"scheme": default_scheme(kind, TARGETS[recipe.target])})
     if recipe.fit == AUTO:
         recipe = override(recipe, {"fit": default_fit(recipe)})
     if recipe.transforms == AUTO:
@@ -153,6 +153,12 @@ def with_defaults(recipe: Recipe, model_map: ModelMap, kind: str) -> Recipe:
         smoothing = {"transforms": ["smoothquant"], "smoothing": "quick"}
         recipe = override(recipe, smoothing if is_smoothed else {"transforms": []})
     return recipe
+
+
+def default_scheme(kind: str, target: Target) -> str:
+    """The scheme of this kind of export; that of decoders where the target lacks the kind's operator."""
+    name = DEFAULT_SCHEMES[kind]
+    return name if multiplies(target, SCHEMES[name].body) else DEFAULT_SCHEMES["decoder"]
 
 
 def default_fit(recipe: Recipe) -> str:
@@ -166,8 +172,12 @@ def default_fit(recipe: Recipe) -> str:
 
 
 def smooths_by_default(recipe: Recipe, model_map: ModelMap, kind: str) -> bool:
-    """Quick smoothing of decoders: outlier channels spoil the scales of whole blocks."""
-    return kind == "decoder" and not recipe.random_weights and bool(smoothable(model_map))
+    """Quick smoothing: outlier channels spoil the scales of whole blocks, and of whole tokens.
+
+    An encoder's inputs take a `Mul` more for it, which buys nothing between values of 16 bits (docs/log.md).
+    """
+    kinds = ("decoder",) if TARGETS[recipe.target].is_static else ("decoder", "encoder")
+    return kind in kinds and not recipe.random_weights and bool(smoothable(model_map))
 
 
 def require_possible(recipe: Recipe, model_map: ModelMap, kind: str) -> None:
@@ -182,6 +192,16 @@ def require_possible(recipe: Recipe, model_map: ModelMap, kind: str) -> None:
             where=recipe.model or "",
             next_step=f"leave out {changes[0]}",
         )
+    target = TARGETS[recipe.target]
+    for name in (recipe.scheme, *recipe.layers.values()):
+        if name != FLOAT and not multiplies(target, scheme(name).body):
+            allowed = (other for other, row in SCHEMES.items() if multiplies(target, row.body))
+            raise InputError(
+                f"it has no operator for products of '{name}'",
+                where=f"--target {recipe.target}",
+                allowed=", ".join(allowed),
+                next_step="leave --scheme out, or choose another target",
+            )
     if recipe.cache != "float32" and (kind != "decoder" or TARGETS[recipe.target].is_static):
         raise InputError(
             f"its cache is not one that can be {recipe.cache}",

@@ -67,6 +67,17 @@ class StatisticsFile:
         """Matrices that no token came to."""
         return tuple(matrix for matrix in self.requested if matrix not in self.located)
 
+    def tokens_by_matrix(self) -> dict[str, int]:
+        """Tokens that came to each matrix."""
+        tokens = dict.fromkeys(self.requested, 0)
+        for part in {part for part, _ in self.located.values()}:
+            path = _part_path(self.folder, part)
+            with reading(path, "not a part of statistics", next_step=AGAIN), safe_open(path, "numpy") as file:
+                values = json.loads(file.metadata()["values"])
+            here = {matrix: entry for matrix, (number, entry) in self.located.items() if number == part}
+            tokens |= {matrix: values[entry]["num_rows"] for matrix, entry in here.items()}
+        return tokens
+
     def read(self, matrix: str) -> InputStatistics:
         """Statistics of one matrix's input; of an unreached matrix there are no rows."""
         if matrix not in self.requested:

@@ -156,7 +156,7 @@ class _Rounding:
             yield waiting.popleft().result()
 
     def pack(self, pack: Pack) -> Iterator[Part]:
-        """Weights, scales, zero points and bias of one pack, and the grid of its input."""
+        """Weights, scales, zero points and bias of one pack, and the factors and the grid of its input."""
         statistics = self.statistics(pack.layers[0])  # projections of one pack read the same input
         shifts: list[Floats] = []
         if pack.grid:
@@ -174,6 +174,8 @@ class _Rounding:
         if pack.has_bias:
             bias_O = np.concatenate([bias_of(self.source, layer) for layer in pack.layers])
             yield f"{pack.name}.bias", bias_O + np.concatenate(shifts) if pack.adds_bias else bias_O
+        if pack.input_factors:
+            yield f"{pack.name}.input_factors", self.source.read(pack.input_factors)
         fixed = input_grid(pack.name, pack.format, statistics) if pack.format else None
         if fixed and pack.format and pack.format.input_bits:
             yield f"{pack.name}.input_scale", np.array(fixed[0], np.float32)

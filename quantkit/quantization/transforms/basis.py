@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from quantkit.quantization.grid import Doubles
 
 # Letters: T rows, I channels of the space, H heads, D channels of a head.
-SpaceKind = Literal["norm_output", "residual", "ffn_hidden", "value_heads"]
+SpaceKind = Literal["norm_output", "attention_input", "ffn_input", "residual", "ffn_hidden", "value_heads"]
 BasisKind = Literal["diagonal", "orthogonal", "permutation", "per_head_orthogonal", "head_permutation"]
+INPUTS: tuple[SpaceKind, ...] = ("attention_input", "ffn_input")  # multiplied by factors of their own
 BASIS_KINDS: tuple[BasisKind, ...] = get_args(BasisKind)
 Order = NDArray[np.int64]
 
@@ -27,7 +28,7 @@ Order = NDArray[np.int64]
 class Space:
     """A vector that some modules write and others read, between which a change of basis may be put.
 
-    Writers absorb the matrix and readers its inverse.
+    Writers absorb the matrix and readers its inverse. An input without writers is multiplied by factors.
     """
 
     name: str

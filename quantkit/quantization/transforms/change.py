@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.weights.tensors import TensorSource
-from quantkit.quantization.transforms.basis import Basis, Space
+from quantkit.quantization.transforms.basis import INPUTS, Basis, Space
 from quantkit.quantization.transforms.draft import Draft
 from quantkit.quantization.transforms.fold import fold
 from quantkit.quantization.transforms.settings import TransformSettings
@@ -57,5 +57,9 @@ def _put(draft: Draft, space: Space, basis: Basis) -> None:
                 draft.write((layer.name,), readers_basis if is_query else basis)
     elif space.kind == "residual" and basis.kind == "permutation":  # a rotation folds the gains before
         draft.write(space.norms, basis)
+        draft.write_input_factors(space.readers, basis)
+    elif space.kind in INPUTS:
+        draft.add_input_factors(space.readers)
+        draft.write_input_factors(space.readers, basis)
     draft.write(writers, basis)
     draft.read(space.readers, readers_basis)

@@ -97,6 +97,23 @@ class Draft:
         matrices = dict.fromkeys(layer.matrix for layer in self.layers(names))
         return [[layer for layer in self.map.layers if layer.matrix == matrix] for matrix in matrices]
 
+    def add_input_factors(self, names: Collection[str]) -> None:
+        """Multiply the input that these layers share by a vector, which starts as ones."""
+        layers = self.layers(names)
+        if layers[0].input_factors:
+            return
+        vector, width = f"{layers[0].matrix}.input_factors", layers[0].in_features
+        self.added[vector] = width
+        self.edits[vector].append(Fill(value=1.0))
+        self._replace_layers({layer.name: replace(layer, input_factors=vector) for layer in layers})
+        self.map = replace(self.map, num_parameters=self.map.num_parameters + width)
+
+    def write_input_factors(self, names: Collection[str], action: Action) -> None:
+        """Apply the action to the factors of these layers' inputs, where they have any."""
+        for vector in dict.fromkeys(layer.input_factors for layer in self.layers(names)):
+            if vector:
+                self.edits[vector].append(Along(axis=0, action=action))
+
     def set_norm(self, norm: Norm, *, as_rms: bool) -> None:
         """Remove a norm's gain and bias, and its centring if its writers do that."""
         self.edits[f"{norm.name}.weight"].append(Fill(value=1.0 - self.map.norm_gain_offset))

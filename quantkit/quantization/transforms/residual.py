@@ -17,6 +17,7 @@ from quantkit.model.families.schema import OuterUse
 from quantkit.model.model_map import (
     ATTENTION_ROLES,
     FFN_ROLES,
+    ROUTING_ROLES,
     EmbeddingKind,
     Layer,
     ModelMap,
@@ -35,9 +36,10 @@ READING_ROLES = (
     Role.ATTENTION_VALUE,
     Role.FFN_GATE,
     Role.FFN_UP,
+    *ROUTING_ROLES,
 )
 WRITING_ROLES = (Role.ATTENTION_OUT, Role.FFN_DOWN)
-assert set(READING_ROLES + WRITING_ROLES) < set(ATTENTION_ROLES + FFN_ROLES)
+assert set(READING_ROLES + WRITING_ROLES) < set(ATTENTION_ROLES + FFN_ROLES + ROUTING_ROLES)
 
 
 Ends = Mapping[OuterUse, tuple[Layer, ...]]  # projections outside of blocks, by their use of the stream

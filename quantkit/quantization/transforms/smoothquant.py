@@ -2,7 +2,8 @@
 
 SmoothQuant balances the largest magnitude of a channel against the largest weight that multiplies it; AWQ
 uses mean magnitudes alone and so protects the weights of strong channels. Scales go between a norm and its
-readers, between up and down projection, and between value and output projection.
+readers, between up and down projection, and between value and output projection. The output of a post-norm
+is the residual too, so in front of its readers the scales are multiplied in.
 https://arxiv.org/abs/2211.10438, https://arxiv.org/abs/2306.00978
 """
 
@@ -20,9 +21,9 @@ from quantkit.model.model_map import Layer, ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.quantization.grid import Doubles
 from quantkit.quantization.projections import row_chunks
-from quantkit.quantization.transforms.basis import Basis, Diagonal, Space
+from quantkit.quantization.transforms.basis import INPUTS, Basis, Diagonal, Space
 from quantkit.quantization.transforms.change import apply_change
-from quantkit.quantization.transforms.draft import opened
+from quantkit.quantization.transforms.draft import Draft, opened
 from quantkit.quantization.transforms.settings import ChannelStatistics, TransformSettings
 from quantkit.quantization.transforms.source import Changed, TransformedTensors
 from quantkit.quantization.transforms.spaces import require_known, require_spaces
@@ -70,6 +71,15 @@ def smoothable(model_map: ModelMap, *, unties_head: bool = False) -> list[str]:
     return [
         space.name for space in require_spaces(model_map) if space.allows("diagonal", unties_head=unties_head)
     ]
+
+
+def smoothed_map(model_map: ModelMap, source: TensorSource) -> ModelMap:
+    """The map as smoothing leaves it; no weight is read."""
+    draft = Draft(model_map, source)
+    for space in require_spaces(model_map):
+        if space.kind in INPUTS and "diagonal" in space.permits:
+            draft.add_input_factors(space.readers)
+    return draft.map
 
 
 def smoothing_scales(input_I: Doubles, weight_I: Doubles | None, alpha: float) -> Doubles:

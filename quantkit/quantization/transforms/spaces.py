@@ -25,7 +25,7 @@ from quantkit.model.model_map import (
     PositionKind,
     Role,
 )
-from quantkit.quantization.transforms.basis import BASIS_KINDS, BasisKind, Space, forbidden
+from quantkit.quantization.transforms.basis import BASIS_KINDS, BasisKind, Space, SpaceKind, forbidden
 from quantkit.quantization.transforms.residual import residual_space, strays_of
 
 NEEDED_ROLES = (
@@ -164,8 +164,11 @@ def _stray_reader(model_map: ModelMap, norm: Norm) -> str | None:
 def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
     members = [layer for layer in model_map.layers if layer.block == block.name]
     stray = _stray(model_map, block.name)
-    if block.ffn:
-        yield _ffn_hidden(block, members, stray)
+    if block.norm_placement is NormPlacement.POST:
+        yield from _inputs(block, members, stray)
+    experts = {layer.expert: None for layer in members if layer.role is Role.FFN_DOWN}
+    for expert in experts if block.ffn else ():
+        yield _ffn_hidden(block, [layer for layer in members if layer.expert == expert], stray, expert)
     for attention in block.attentions:
         wide = [
             norm
@@ -176,13 +179,34 @@ def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
         yield _value_heads(block, attention, members, stray, has_wide_norm=has_wide_norm)
 
 
+def _inputs(block: Block, members: Sequence[Layer], stray: str | None) -> Iterator[Space]:
+    """Inputs that no norm can scale, since its output is the residual too: they get factors of their own."""
+    attention = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
+    roles: dict[SpaceKind, tuple[Role, ...]] = {
+        "attention_input": attention,
+        "ffn_input": (Role.FFN_GATE, Role.FFN_UP),
+    }
+    for kind, readers in ((kind, _names(members, *of)) for kind, of in roles.items()):
+        if readers:
+            yield Space(
+                name=f"{block.name}.{kind}",
+                kind=kind,
+                width=next(layer.in_features for layer in members if layer.name == readers[0]),
+                writers=(),
+                readers=readers,
+                block=block.name,
+                forbidden=forbidden(OF_THE_RESIDUAL, diagonal=stray),
+            )
+
+
 def _names(members: Sequence[Layer], *roles: Role, is_cross: bool = False) -> tuple[str, ...]:
     return tuple(
         layer.name for layer in members if layer.role in roles and layer.is_cross_attention is is_cross
     )
 
 
-def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Space:
+def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None, expert: int | None) -> Space:
+    """The hidden units of a block's FFN, or of one expert."""
     ffn = block.ffn
     assert ffn is not None
     readers = _names(members, Role.FFN_DOWN)
@@ -194,9 +218,9 @@ def _ffn_hidden(block: Block, members: Sequence[Layer], stray: str | None) -> Sp
     is_known = ffn.activation is not Activation.OTHER
     not_scaled = f"{ffn.display_name} of a scaled value is not its scaled {ffn.display_name}"
     return Space(
-        name=f"{block.name}.ffn_hidden",
+        name=f"{block.name}.{'' if expert is None else f'experts.{expert}.'}ffn_hidden",
         kind="ffn_hidden",
-        width=ffn.hidden_features,
+        width=next(layer.in_features for layer in members if layer.name in readers),
         writers=_names(members, Role.FFN_GATE, Role.FFN_UP),
         readers=readers,
         block=block.name,

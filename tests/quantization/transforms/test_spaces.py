@@ -186,6 +186,10 @@ def test_bert():
         assert not found[name].permits | found[name].permits_untied
         assert "post-norm" in found[name].forbidden["diagonal"]
     assert not found["bert.embeddings.LayerNorm"].permits
+    parts = [f"{block}.attention.self.{part}" for part in ("query", "key", "value")]
+    check(found[f"{block}.attention_input"], writers=[], readers=parts, permits=["diagonal"])
+    reader = f"{block}.intermediate.dense"
+    check(found[f"{block}.ffn_input"], writers=[], readers=[reader], permits=["diagonal"])
     assert found["cls.predictions.transform.LayerNorm"].permits_untied == {"diagonal"}
     assert found[f"{block}.value_heads"].permits == HEADS | {"head_permutation"}
     assert found[f"{block}.ffn_hidden"].permits == {"permutation"}
