@@ -75,11 +75,12 @@ DECODERS = (
 )
 
 
-def decoder_cases() -> list:
+def decoder_cases(*, mixtures: bool = True) -> list:
     """Every tiny config of every family that is written as a fused graph."""
     return [
         pytest.param(name, {**FAMILIES[name].tiny, **variant}, id=f"{name}-{number}")
         for name in DECODERS
+        if mixtures or FAMILIES[name].stacks[0].mixture is None
         for number, variant in enumerate(({}, *FAMILIES[name].variants))
     ]
 

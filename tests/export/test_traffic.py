@@ -27,15 +27,18 @@ WIDTHS = {  # bytes in memory: scales in float16 are widened when a session is m
 }
 
 
-def bytes_in_graph(path, places):
-    """Initializers but those that are only gathered from, and the caches as far as each attention sees."""
+def bytes_in_graph(path, places, active=1.0):
+    """Initializers but those that are only gathered from, and the caches as far as each attention sees.
+
+    Of the experts, those of one token count: a share `active` of their bytes.
+    """
     graph = onnx.load(path).graph
     readers = {}
     for node in graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
     read = sum(
-        math.prod(each.dims) * WIDTHS[each.data_type]
+        math.prod(each.dims) * WIDTHS[each.data_type] * (active if ".experts." in each.name else 1)
         for each in graph.initializer
         if each.data_type in WIDTHS
         and (math.prod(each.dims) > 8 or each.name.endswith((".weight", ".bias")))
@@ -54,8 +57,10 @@ def bytes_in_graph(path, places):
 def test_it_is_what_the_graph_holds(name, sizes, tmp_path):
     build_tiny(FAMILIES[name].tiny_class, sizes).save_pretrained(tmp_path / "in")
     made = export(tmp_path / "in", tmp_path / "out")
+    experts = sizes.get("num_local_experts") or sizes.get("num_experts")
+    active = sizes["num_experts_per_tok"] / experts if experts else 1.0
     for places in (5, 13):  # the tiny windows are 8 tokens long
-        wanted = bytes_in_graph(tmp_path / "out" / "model.onnx", places)
+        wanted = bytes_in_graph(tmp_path / "out" / "model.onnx", places, active)
         assert made.traffic.bytes_at(places, 4) == pytest.approx(wanted, rel=1e-3)
         assert made.traffic.bytes_at(places, 4) > made.traffic.weight_bytes
     decoder = open_decoder(tmp_path / "out")

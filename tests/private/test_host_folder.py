@@ -93,7 +93,7 @@ def secrets_of(pair, model_map):
             yield json.dumps(each[:8].tolist()).encode()[1:-1]
 
 
-@pytest.mark.parametrize(("name", "sizes"), decoder_cases())
+@pytest.mark.parametrize(("name", "sizes"), decoder_cases(mixtures=False))
 def test_nothing_of_the_model_or_the_key_is_there(name, sizes, tmp_path):
     model = build_tiny(FAMILIES[name].tiny_class, {**sizes, "vocab_size": 97})
     model.save_pretrained(tmp_path / "the-model-of-acme")

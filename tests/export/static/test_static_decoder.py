@@ -22,7 +22,7 @@ from quantkit.recipe import Recipe, override
 from quantkit.runtime.generate import generate
 from quantkit.runtime.static_decoder import StaticRow, join, open_static_session, run_prompt
 
-CASES = [case for case in decoder_cases() if "clip_qkv" not in case.values[1]]  # static graphs clip nothing
+CASES = [case for case in decoder_cases(mixtures=False) if "clip_qkv" not in case.values[1]]  # nothing clips
 PROMPT, PAST, GIVEN = 12, 30, 10
 IDS = np.random.default_rng(0).integers(1, 60, 26)
 WINDOWS = np.random.default_rng(1).integers(1, 60, (12, PROMPT))
