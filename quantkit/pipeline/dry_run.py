@@ -16,6 +16,7 @@ from quantkit.pipeline.rates import measure_rates
 from quantkit.pipeline.stages.export import companion_bytes, expected_bytes
 from quantkit.pipeline.stages.export_static import expected_static_bytes
 from quantkit.pipeline.stages.prepare import unprepared
+from quantkit.pipeline.stages.resolve import Resolved
 from quantkit.pipeline.stages.write import export_job
 from quantkit.plan.plan import Count, FormulaCheck, LayerPlan
 from quantkit.plan.targets import TARGETS
@@ -94,22 +95,16 @@ def dry_run(
     decided = decided.model_copy(update={"model": str(model)}) if model else decided
     resolved, folder = resolved_run(decided, settings, Progress(quiet=quiet))
     decided, plan, model_map = resolved.recipe, resolved.plan, resolved.model_map
-    prepared = unprepared(resolved)
-    if {"smoothquant", "awq"} & {*decided.transforms}:
-        prepared = replace(prepared, model_map=smoothed_map(model_map, resolved.weights))
-    job = export_job(prepared, decided.layers)
-    is_static = TARGETS[decided.target].is_static
-    chosen = job.formats
+    sizes = sizes_of(resolved)
+    chosen = sizes.job.formats
     notes = {
         TRACED: resolved.kind == "traced",
         SEARCHED: decided.searches,
         UNESTIMATED.format(decided.budget.evaluations): decided.searches,
         UNTIED: decided.unties_head and bool(decided.transforms) and model_map.has_tied_head,
     }
-    model_bytes = (expected_static_bytes if is_static else expected_bytes)(job)
     stages: tuple[StageEstimate, ...] = ()
     if not decided.searches:
-        sizes = Sizes(prepared=prepared, job=job, model_bytes=model_bytes)
         stages = estimate(sizes, measure_rates(*_typical_shape(plan.layers)))
     return DryRun(
         model=model_map.name,
@@ -131,13 +126,24 @@ def dry_run(
         ),
         kept=kept_projections(plan),
         source_bytes=resolved.weights.source_bytes(),
-        model_bytes=model_bytes,
+        model_bytes=sizes.model_bytes,
         companion_bytes=companion_bytes(resolved.source, model_map, decided.target),
         stages=stages,
         peak_bytes=max((stage.peak_bytes for stage in stages), default=None),
         minutes=minutes_of(stages),
         notes=(*model_map.notes, *resolved.notes, *_true(notes)),
     )
+
+
+def sizes_of(resolved: Resolved) -> Sizes:
+    """The sizes of a run that its stages share."""
+    prepared = unprepared(resolved)
+    if {"smoothquant", "awq"} & {*resolved.recipe.transforms}:
+        prepared = replace(prepared, model_map=smoothed_map(resolved.model_map, resolved.weights))
+    job = export_job(prepared, resolved.recipe.layers)
+    is_static = TARGETS[resolved.recipe.target].is_static
+    model_bytes = (expected_static_bytes if is_static else expected_bytes)(job)
+    return Sizes(prepared=prepared, job=job, model_bytes=model_bytes)
 
 
 def in_new_process(forecast: DryRun, start_seconds: float) -> DryRun:

@@ -7,7 +7,7 @@ references in transformers, streaming of blocks, fingerprints. The module itself
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,13 @@ def saved_model(model: Any, tokenizer: Any) -> Iterator[tuple[Source, str | None
 
 def keep_texts(texts: Sequence[str]) -> Path:
     """A file of the cache with these texts, so that the recipe which names it can be run again."""
+    if isinstance(texts, Mapping) or not all(isinstance(text, str) for text in texts):
+        raise InputError(
+            f"calibration is a {type(texts).__name__} and not texts",
+            where="quantize",
+            allowed="a list of strings, or the path of a text file or of token ids in .npy",
+            next_step="windows and lengths are options of their own: calibration_windows=8",
+        )
     content = "\n\n".join(texts)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     path = cache_folder() / "calibration" / f"{digest}.txt"

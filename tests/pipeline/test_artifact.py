@@ -114,6 +114,13 @@ def test_texts_for_calibration_make_a_recipe_that_runs_again(tmp_path, monkeypat
     assert (tmp_path / "a" / "model.onnx").read_bytes() == (again.folder / "model.onnx").read_bytes()
 
 
+@pytest.mark.parametrize("wrong", [{"windows": 8}, [["a text"]], [7]])
+def test_calibration_that_is_no_text_is_refused(wrong, tmp_path):
+    with pytest.raises(quantkit.InputError, match="and not texts"):
+        quantkit.quantize("demo", calibration=wrong, output=tmp_path / "out", **OFF)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_wrong_input_has_four_parts_and_leaves_nothing(tmp_path):
     with pytest.raises(quantkit.InputError) as raised:
         quantkit.quantize("demo", output=tmp_path / "out", scheme="int3")
