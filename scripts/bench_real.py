@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Accuracy of released models: every scheme, and llama.cpp and optimum on the same tokens.
 
-    .venv/bin/python scripts/bench_real.py [MODEL ...] [--only ROW ...] [--cache FOLDER] [--speed]
+    .venv/bin/python scripts/bench_real.py [MODEL ...] [--only ROW ...] [--cache FOLDER] [--speed [--rounds 5]]
 
 Tables go to docs/benchmarks/real.md and .json. `--only` measures these rows and keeps the other rows of
 real.json. `--speed` times the rows instead, in turns; it needs an idle machine. llama.cpp is compiled from
@@ -310,7 +310,7 @@ def machine_of(environment: Mapping[str, Any]) -> str:
     return f"{environment['processor']}, {environment['num_cores']:g} cores; {versions}, {LLAMA_CPP}"
 
 
-def measure_speed(cache: Path, name: str, labels: list[str], rounds: int = 5) -> dict[str, Any]:
+def measure_speed(cache: Path, name: str, labels: list[str], rounds: int) -> dict[str, Any]:
     """The rows in turns; artifacts are those that the last measurement of accuracy left."""
     turns: dict[str, list[dict[str, float]]] = {label: [] for label in labels}
     for _ in range(rounds):
@@ -338,6 +338,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="these rows alone; the others are kept")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "quantkit-real")
     parser.add_argument("--speed", action="store_true", help="time the rows, in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each row")
     arguments = parser.parse_args()
     cache = arguments.cache.expanduser().resolve()
     written = PAGE.with_suffix(".json")
@@ -345,7 +346,7 @@ def main() -> int:
     for name in arguments.models:
         labels = [label for label in rows_of(MODELS[name]) if not arguments.only or label in arguments.only]
         if arguments.speed:
-            results.setdefault("speed", {})[name] = measure_speed(cache, name, labels)
+            results.setdefault("speed", {})[name] = measure_speed(cache, name, labels, arguments.rounds)
             write_results(results)
             continue
         folder = float_model(cache, name)

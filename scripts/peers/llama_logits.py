@@ -34,13 +34,14 @@ def make(model: str, name: str, output: str) -> None:
 
 
 def opened(path: str, length: int, *, is_repacked: bool = True) -> Any:
-    """A context for `length` tokens, on the threads that OMP_NUM_THREADS names."""
+    """A context for `length` tokens, on all cores or the threads that OMP_NUM_THREADS names."""
     loading = lib.llama_model_default_params()
     loading.use_extra_bufts = is_repacked
     model = lib.llama_model_load_from_file(path.encode(), loading)
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = length
-    parameters.n_threads = parameters.n_threads_batch = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+    parameters.n_threads = parameters.n_threads_batch = threads
     return lib.llama_init_from_model(model, parameters)
 
 
