@@ -46,6 +46,7 @@ TASKS = (
 SHAPES = [
     (name, {**FAMILIES[name].tiny, **variant}) for name in HEADS for variant in ({}, *FAMILIES[name].variants)
 ]
+OF_ROBERTA = ("XLMRoberta", "Camembert")  # classes of model types that share its row
 OTHER_ACTIVATIONS = {"bert": "hidden_act", "roberta": "hidden_act", "distilbert": "activation"}
 CASES = [
     pytest.param(CLASSES[name] + task, sizes, id=f"{CLASSES[name]}{task}-{number}")
@@ -58,6 +59,11 @@ CASES += [
     )
     for name, key in OTHER_ACTIVATIONS.items()
     for kind in ("relu",)
+]
+CASES += [
+    pytest.param(name + task, FAMILIES["roberta"].tiny, id=name + task)
+    for name in OF_ROBERTA
+    for task in TASKS
 ]
 CASES.append(
     pytest.param("BertForMaskedLM", {**FAMILIES["bert"].tiny, "tie_word_embeddings": False}, id="untied")
