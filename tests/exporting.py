@@ -23,7 +23,7 @@ from quantkit.quantization.calibration.statistics import InputStatistics
 # run, and over the others with `scripts/test --all`; contracts of single graphs run over all of them.
 KINDS = (
     *("gpt2", "opt", "gpt_neox", "llama", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "gptj", "falcon"),
-    *("cohere2", "olmo2", "bert", "roberta", "distilbert", "albert", "t5"),
+    *("cohere2", "olmo2", "bert", "roberta", "mpnet", "modernbert", "distilbert", "albert", "t5"),
     *("ws_ffn", "quantkit_reference", "quantkit_one_wide"),
 )
 

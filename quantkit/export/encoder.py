@@ -1,8 +1,8 @@
 """The walk over an encoder: embedding, blocks, and the head of its task, in whichever dialect of operators.
 
-BERT, RoBERTa, DistilBERT, ALBERT. onnxruntime finds attention and add-and-norm in a traced encoder by its
-float products; once these are integer, nothing is found and dozens of small operators stay. Here the fused
-operators are put in place from the start. The head of a task is a row of `HEADS`.
+onnxruntime finds attention and add-and-norm in a traced encoder by its float products; once these are
+integer, nothing is found and dozens of small operators stay. Here the fused operators are put in place from
+the start. The head of a task is a row of `HEADS`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from quantkit.export.operators import ACTIVATION_OPS
-from quantkit.export.walk import Operators, Stream, Walk
+from quantkit.export.walk import Operators, Stream, Walk, norm_at
 from quantkit.model.model_map import (
     Activation,
+    Attention,
     Block,
-    FfnKind,
     Layer,
     ModelMap,
     NormPlace,
@@ -28,7 +28,15 @@ from quantkit.model.model_map import (
 )
 from quantkit.quantization.layout import Pack
 
-Steps = tuple[tuple[str, str], ...]  # (projection, the standard operator on its output or none)
+OWN = "own"  # the activation of the head where the config sets it apart, or else of the blocks
+
+
+class Step(NamedTuple):
+    """A projection of a head, and what follows it."""
+
+    projection: str
+    then: Literal["", "Tanh", "Relu", "own"] | Activation = ""  # a standard operator, or an activation
+    is_normed: bool = False  # by the head's norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,37 +44,62 @@ class Heads:
     """What one family puts on its blocks; names are those of its projections without the prefix."""
 
     classes: tuple[str, ...]  # how its classes are called, before the task
-    transform: str  # before the vocabulary, followed by the activation and a norm
-    classifier: Steps  # what a sequence classifier reads the first position with
+    transform: Step  # before the vocabulary
+    classifier: tuple[Step, ...]  # what a sequence classifier reads one row of a text with
+    tokens: tuple[Step, ...] = (Step("classifier"),)
+    answers: tuple[Step, ...] = (Step("qa_outputs"),)
+    detector: tuple[Step, ...] = ()  # of replaced tokens: one number a token
     pooler: str | None = None  # tanh of this projection of the first position
-    transform_activation: Activation | None = None  # None: the blocks' own
-    widening: str | None = None  # from the width of the embeddings to that of the blocks
+    widening: str | None = None  # from the width of the embeddings to that of the blocks, where they differ
 
 
+MODERN_HEAD = Step("head.dense", OWN, is_normed=True)
 HEADS: dict[str, Heads] = {
     "bert": Heads(
         classes=("Bert",),
-        transform="cls.predictions.transform.dense",
+        transform=Step("cls.predictions.transform.dense", OWN, is_normed=True),
         pooler="pooler.dense",
-        classifier=(("pooler.dense", "Tanh"), ("classifier", "")),
+        classifier=(Step("pooler.dense", "Tanh"), Step("classifier")),
     ),
     "roberta": Heads(
         classes=("Roberta", "XLMRoberta", "Camembert"),
-        transform="lm_head.dense",
+        transform=Step("lm_head.dense", Activation.GELU, is_normed=True),
         pooler="pooler.dense",
-        classifier=(("classifier.dense", "Tanh"), ("classifier.out_proj", "")),
-        transform_activation=Activation.GELU,
+        classifier=(Step("classifier.dense", "Tanh"), Step("classifier.out_proj")),
+    ),
+    "mpnet": Heads(
+        classes=("MPNet",),
+        transform=Step("lm_head.dense", Activation.GELU, is_normed=True),
+        pooler="pooler.dense",
+        classifier=(Step("classifier.dense", "Tanh"), Step("classifier.out_proj")),
+    ),
+    "electra": Heads(
+        classes=("Electra",),
+        transform=Step("generator_predictions.dense", Activation.GELU, is_normed=True),
+        classifier=(Step("classifier.dense", Activation.GELU), Step("classifier.out_proj")),
+        detector=(
+            Step("discriminator_predictions.dense", OWN),
+            Step("discriminator_predictions.dense_prediction"),
+        ),
+        widening="embeddings_project",
+    ),
+    "modernbert": Heads(
+        classes=("ModernBert",),
+        transform=MODERN_HEAD,
+        classifier=(MODERN_HEAD, Step("classifier")),
+        tokens=(MODERN_HEAD, Step("classifier")),
+        answers=(MODERN_HEAD, Step("classifier")),
     ),
     "distilbert": Heads(
         classes=("DistilBert",),
-        transform="vocab_transform",
-        classifier=(("pre_classifier", "Relu"), ("classifier", "")),
+        transform=Step("vocab_transform", OWN, is_normed=True),
+        classifier=(Step("pre_classifier", "Relu"), Step("classifier")),
     ),
     "albert": Heads(
         classes=("Albert",),
-        transform="predictions.dense",
+        transform=Step("predictions.dense", OWN, is_normed=True),
         pooler="pooler",
-        classifier=(("pooler", "Tanh"), ("classifier", "")),
+        classifier=(Step("pooler", "Tanh"), Step("classifier")),
         widening="encoder.embedding_hidden_mapping_in",
     ),
 }
@@ -75,8 +108,11 @@ TASKS = (
     "ForSequenceClassification",
     "ForTokenClassification",
     "ForQuestionAnswering",
+    "ForPreTraining",
     "Model",
 )
+PLACEMENTS = (NormPlacement.POST, NormPlacement.PRE)
+POSITIONS = (PositionKind.LEARNED, PositionKind.ROPE)
 
 
 def why_not_encoder(model_map: ModelMap) -> str | None:
@@ -95,10 +131,11 @@ def why_not_encoder(model_map: ModelMap) -> str | None:
     unknown = [entry.name for entry in model_map.unmapped if entry.name not in unread]
     if unknown:
         return f"'{unknown[0]}' is a parameter of no known kind"
-    for block in model_map.blocks:
-        reason = _why_not_block(block)
-        if reason:
-            return reason
+    reason = next(filter(None, map(_why_not_block, model_map.blocks)), None)
+    if reason is None and model_map.head_activation not in (None, *ACTIVATION_OPS):
+        reason = "its head has an activation without a fused operator"
+    if reason:
+        return reason
     names = _head_projections(HEADS[model_map.family], task)
     others = [layer for layer in model_map.layers if layer.role is Role.OTHER]
     strays = [layer.name for layer in others if not any(is_called(layer, name) for name in names)]
@@ -107,33 +144,44 @@ def why_not_encoder(model_map: ModelMap) -> str | None:
 
 def _why_not_block(block: Block) -> str | None:
     attention, ffn = block.attentions[0], block.ffn
-    if block.norm_placement is not NormPlacement.POST or block.residual is not Residual.SEQUENTIAL:
-        return f"'{block.name}' is not of the kind whose norms follow each sum"
+    if block.norm_placement not in PLACEMENTS or block.residual is not Residual.SEQUENTIAL:
+        return f"'{block.name}' has neither a norm before each sublayer nor one after each sum"
     if len(block.attentions) > 1 or attention.is_causal or attention.num_kv_heads != attention.num_heads:
         return f"'{block.name}' has more than plain attention in both directions"
-    if attention.position is not PositionKind.LEARNED or attention.window or attention.softcap:
+    if attention.position not in POSITIONS or attention.has_query_key_norm or _bends_scores(attention):
         return f"its positions are of kind {attention.position}, or its attention is not plain"
-    if ffn is None or ffn.kind is not FfnKind.STANDARD or ffn.activation not in ACTIVATION_OPS:
+    if ffn is None or ffn.activation not in ACTIVATION_OPS:
         return "its FFN has an activation without a fused operator"
     return None
 
 
+def _bends_scores(attention: Attention) -> bool:
+    return attention.softcap is not None or attention.clip is not None
+
+
 def task_of(model_map: ModelMap) -> str | None:
-    """The row of `TASKS` that the architecture's name ends with."""
-    classes = HEADS[model_map.family].classes if model_map.family in HEADS else ()
-    return next((task for task in TASKS for name in classes if model_map.architecture == name + task), None)
+    """The row of `TASKS` that the architecture's name ends with, where the family has such a head."""
+    if model_map.family not in HEADS:
+        return None
+    heads = HEADS[model_map.family]
+    tasks = [task for task in TASKS if task != "ForPreTraining" or heads.detector]
+    return next(
+        (task for task in tasks for name in heads.classes if model_map.architecture == name + task), None
+    )
 
 
 def _head_projections(heads: Heads, task: str) -> set[str]:
     """Projections outside of the blocks that the task's graph computes."""
-    names: Mapping[str, tuple[str | None, ...]] = {
-        "Model": (heads.pooler,),
+    steps: Mapping[str, tuple[Step, ...]] = {
+        "Model": (),
         "ForMaskedLM": (heads.transform,),
-        "ForSequenceClassification": tuple(name for name, _ in heads.classifier),
-        "ForTokenClassification": ("classifier",),
-        "ForQuestionAnswering": ("qa_outputs",),
+        "ForSequenceClassification": heads.classifier,
+        "ForTokenClassification": heads.tokens,
+        "ForQuestionAnswering": heads.answers,
+        "ForPreTraining": heads.detector,
     }
-    return {name for name in (*names[task], heads.widening) if name}
+    pooler = heads.pooler if task == "Model" else None
+    return {name for name in (*(step.projection for step in steps[task]), pooler, heads.widening) if name}
 
 
 def is_called(layer: Layer, name: str) -> bool:
@@ -149,6 +197,9 @@ class EncoderOperators(Operators, Protocol):
 
     def first_token(self, x: str) -> str:
         """The first token of a text."""
+
+    def mean_token(self, x: str) -> str:
+        """The mean of the tokens of a text."""
 
     def output(self, name: str, x: str, width: int | None, *, of_tokens: bool = True) -> str:
         """An output of one row for each token or each text, one number where there is no width.
@@ -167,12 +218,22 @@ class EncoderWalk(Walk):
     def embed(self, ids: str) -> str:
         """Embeddings, normed, at the width of the blocks."""
         x = self.operators.norm(self.norm(None, NormPlace.EMBEDDING), self.operators.embed(ids))
-        return self.named(self.heads.widening, x) if self.heads.widening else x
+        widening = self.heads.widening
+        return self.named(widening, x) if widening and self.has(widening) else x
 
     def blocks(self, x: str) -> str:
+        """States behind the last block, normed."""
+        stream = Stream(x)
         for block in depths(self.model_map.blocks):
-            x = self.block(block, Stream(x)).value
-        return x
+            stream = self.block(block, stream)
+        if self.model_map.blocks[-1].norm_placement is NormPlacement.POST:
+            return stream.value
+        final = self.norm(None, NormPlace.FINAL)
+        return self.operators.norm_stream(final, stream, keeps_sum=False)[0]
+
+    def has(self, name: str) -> bool:
+        """Whether the model has this projection."""
+        return any(is_called(layer, name) for layer in self.model_map.layers)
 
     def pack_named(self, name: str) -> Pack:
         return next(pack for pack in self.operators.contents.packs if is_called(pack.layers[0], name))
@@ -186,42 +247,53 @@ class EncoderWalk(Walk):
         operators, heads, task = self.operators, self.heads, task_of(self.model_map)
         if task == "Model":
             x = operators.output("last_hidden_state", x, self.model_map.hidden_size)
-            if heads.pooler and any(is_called(layer, heads.pooler) for layer in self.model_map.layers):
-                self.text_output("pooler_output", x, ((heads.pooler, "Tanh"),))
+            if heads.pooler and self.has(heads.pooler):
+                self.text_output("pooler_output", operators.first_token(x), (Step(heads.pooler, "Tanh"),))
         elif task == "ForQuestionAnswering":
-            scores = self.named("qa_outputs", x)
+            scores, _ = self.steps(heads.answers, x)
             ends = operators.graph.ops(
                 "Split", scores, wanted=(True, True), name=operators.label("ends"), axis=-1, num_outputs=2
             )
             for end, name in zip(ends, ("start_logits", "end_logits"), strict=True):
                 operators.output(name, end, None)
         elif task == "ForSequenceClassification":
-            self.text_output("logits", x, heads.classifier)
-        else:
-            is_masked = task == "ForMaskedLM"
-            x = self.transformed(x) if is_masked else x
-            pack = self.pack(Role.LM_HEAD) if is_masked else self.pack_named("classifier")
+            row = operators.mean_token if self.model_map.reads_mean else operators.first_token
+            self.text_output("logits", row(x), heads.classifier)
+        elif task == "ForMaskedLM":
+            pack, (x, _) = self.pack(Role.LM_HEAD), self.steps((heads.transform,), x)
             operators.output("logits", operators.project(pack, x), pack.out_features)
+        elif task == "ForPreTraining":
+            operators.output("logits", self.steps(heads.detector, x)[0], None)
+        else:
+            operators.output("logits", *self.steps(heads.tokens, x))
 
-    def text_output(self, name: str, x: str, steps: Steps) -> None:
-        """An output from the first token through some projections."""
+    def text_output(self, name: str, x: str, steps: tuple[Step, ...]) -> None:
+        """An output of one row for each text."""
+        operators = self.operators
+        operators.output(name, *self.steps(steps, x), of_tokens=False)
+
+    def steps(self, steps: tuple[Step, ...], x: str) -> tuple[str, int]:
+        """(a value through the projections of a head, its width)."""
         operators, width = self.operators, 0
-        x = operators.first_token(x)
-        for projection, op_type in steps:
-            pack = self.pack_named(projection)
+        for step in steps:
+            pack = self.pack_named(step.projection)
             x, width = operators.project(pack, x), pack.out_features
-            if op_type:
-                x = operators.graph.op(op_type, x, name=operators.label(f"{pack.name}/{op_type.lower()}"))
-        operators.output(name, x, width, of_tokens=False)
+            if step.then in ("Tanh", "Relu"):
+                label = operators.label(f"{pack.name}/{step.then.lower()}")
+                x = operators.graph.op(step.then, x, name=label)
+            elif step.then:
+                x = operators.activation(self.activation_of(step), x, step.projection)
+            if step.is_normed:
+                norm = norm_at(operators.contents, None, NormPlace.HEAD)
+                x = operators.norm(norm or self.norm(None, NormPlace.FINAL), x)
+        return x, width
 
-    def transformed(self, x: str) -> str:
-        """Input of the vocabulary's projection."""
+    def activation_of(self, step: Step) -> Activation:
         ffn = self.model_map.blocks[0].ffn
         assert ffn is not None
-        x = self.named(self.heads.transform, x)
-        kind = self.heads.transform_activation or ffn.activation
-        x = self.operators.activation(kind, x, self.heads.transform)
-        return self.operators.norm(self.norm(None, NormPlace.FINAL), x)
+        if isinstance(step.then, Activation):
+            return step.then
+        return self.model_map.head_activation or ffn.activation
 
 
 def depths(blocks: tuple[Block, ...]) -> list[Block]:

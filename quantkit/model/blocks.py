@@ -29,6 +29,7 @@ from quantkit.model.model_map import (
 )
 from quantkit.model.names import Place, Walk, calls
 from quantkit.model.unknown.probes import curve_of
+from quantkit.model.windows import own_window
 
 
 def split_rows(
@@ -102,6 +103,10 @@ def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, 
     kinds = facts.get("layer_types") if family.windows == "layer_types" else None
     kind = kinds[place.index] if kinds else FULL
     has_window = not is_cross and (kind == SLIDING or family.windows == "every layer")
+    window = config.sliding_window if has_window else None
+    if family.windows == "own":
+        window = own_window(module)
+        kind = FULL if window is None else SLIDING
     # SmolLM3 has a switch in each layer; Cohere 2 and EXAONE 4 turn the layers with a window alone.
     is_positioned = getattr(module, "use_rope", True) and not (
         family.positions_need_window and config.sliding_window and not has_window
@@ -114,8 +119,8 @@ def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, 
         head_dim=head_dim,
         position=position,
         is_cross=is_cross,
-        is_causal=not is_cross and _is_causal(module, place.stack, facts),
-        window=config.sliding_window if has_window else None,
+        is_causal=not is_cross and _is_causal(module, family, place.stack, facts),
+        window=window,
         clip=facts.get(family.clips_projections) if family.clips_projections else None,
         softcap=facts.get("attn_logit_softcapping") if family.softcaps_scores else None,
         has_query_key_norm=any(
@@ -141,10 +146,11 @@ def factor_of(walk: Walk, *fields: str) -> float | None:
     return None if factor == 1 else factor
 
 
-def _is_causal(module: Any, stack: Stack, facts: Mapping[str, Any]) -> bool:
+def _is_causal(module: Any, family: Family, stack: Stack, facts: Mapping[str, Any]) -> bool:
     """Encoders can be made decoders, and decoders be made to look in both directions."""
     if stack.kind == "encoder":
-        return bool(getattr(module, "is_decoder", False))
+        by_config = family.is_causal_by_config and bool(facts.get("is_decoder"))
+        return by_config or bool(getattr(module, "is_decoder", False))
     return bool(getattr(module, "is_causal", True)) and facts.get("is_causal") is not False
 
 

@@ -67,6 +67,8 @@ def spelled_for(raw: Mapping[str, Any], transformers_major: int) -> dict[str, An
         return spelled  # 5.x reads both
     if "dtype" in spelled:
         spelled.setdefault("torch_dtype", spelled.pop("dtype"))
+    if spelled.get("model_type") == "modernbert" and spelled.get("rope_parameters"):
+        return _modernbert_of_4(spelled)
     parameters = spelled.pop("rope_parameters", None)
     if not parameters:
         return spelled
@@ -95,6 +97,45 @@ def spelled_for(raw: Mapping[str, Any], transformers_major: int) -> dict[str, An
     if spelled.get("model_type") == "gpt_neox":  # the one family with names of its own for both
         spelled["rotary_emb_base"] = full["rope_theta"]
         spelled["rotary_pct"] = full.get("partial_rotary_factor", 1.0)
+    return spelled
+
+
+def _modernbert_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of transformers 4.57: a period of layers that see all tokens, and two thetas."""
+    spelled = dict(config)
+    parameters, kinds = spelled.pop("rope_parameters"), spelled.pop("layer_types", None)
+    if kinds:
+        period = next(
+            (
+                step
+                for step in range(1, len(kinds) + 1)
+                if all((kind == FULL) == (index % step == 0) for index, kind in enumerate(kinds))
+            ),
+            None,
+        )
+        if period is None:
+            raise InputError(
+                f"layers that see all tokens: {[index for index, kind in enumerate(kinds) if kind == FULL]}",
+                where="layer_types",
+                allowed="every n-th layer from the first: transformers 4.57 computes nothing else",
+                next_step="install transformers 5",
+            )
+        spelled["global_attn_every_n_layers"] = period
+    scalings = []
+    for kind, field in ((FULL, "global_rope_theta"), (SLIDING, "local_rope_theta")):
+        rope = dict(parameters.get(kind) or {})
+        if "rope_theta" in rope:
+            spelled[field] = rope.pop("rope_theta")
+        scalings.append({} if rope.get("rope_type", "default") == "default" else rope)
+    if scalings[0] != scalings[1]:
+        raise InputError(
+            "rotary positions of one kind of layer that are scaled, and of the other that are not",
+            where="rope_parameters",
+            allowed="one scaling: transformers 4.57 computes nothing else",
+            next_step="install transformers 5",
+        )
+    if scalings[0]:
+        spelled["rope_scaling"] = scalings[0]
     return spelled
 
 

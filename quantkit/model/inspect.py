@@ -31,6 +31,7 @@ from quantkit.model.load import Source, build_on_meta, open_source
 from quantkit.model.model_map import (
     ATTENTION_ROLES,
     FFN_ROLES,
+    Activation,
     Block,
     Embedding,
     EmbeddingKind,
@@ -39,6 +40,7 @@ from quantkit.model.model_map import (
     Norm,
     NormKind,
     NormPlace,
+    PositionBias,
     PositionKind,
     Role,
     UnmappedParameter,
@@ -56,7 +58,7 @@ from quantkit.model.names import (
 from quantkit.model.rope import read_ropes
 from quantkit.model.sentence import require_width
 from quantkit.model.unknown.observe import observe, summary
-from quantkit.model.unknown.probes import norm_kind_of
+from quantkit.model.unknown.probes import curve_of, norm_kind_of
 from quantkit.model.weights.open import header_notes
 
 NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
@@ -128,6 +130,9 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         notes=tuple(_notes(walk, layers)),
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
         position_offset=_position_offset(walk),
+        position_bias=_position_bias(walk, embeddings),
+        head_activation=_head_activation(walk),
+        reads_mean=bool(family and read_fact(family.reads_mean, config.raw)),
         num_experts=config.num_experts,
         num_active_experts=config.num_active_experts,
     )
@@ -137,7 +142,8 @@ def _position_offset(walk: Walk) -> int:
     """Rows of a position table before the first token's."""
     if walk.family is None or not walk.family.counts_from_padding:
         return walk.family.position_offset if walk.family else 0
-    padding = walk.config.raw.get("pad_token_id")
+    padding = walk.family.padding_id
+    padding = walk.config.raw.get("pad_token_id") if padding is None else padding
     if padding is None:
         raise InputError(
             "it has no pad_token_id, and this family counts its positions from there",
@@ -145,6 +151,25 @@ def _position_offset(walk: Walk) -> int:
             next_step="set pad_token_id as the model was trained; RoBERTa's is 1",
         )
     return int(padding) + 1
+
+
+def _position_bias(walk: Walk, embeddings: Sequence[Embedding]) -> PositionBias | None:
+    row = walk.family.position_bias if walk.family else None
+    if row is None:
+        return None
+    table = next(table for table in embeddings if table.name == walk.prefix + row.table)
+    if table.num_rows < row.num_buckets:
+        raise InputError(
+            f"its position bias has {table.num_rows} rows, and its class reads {row.num_buckets}",
+            where="config.json",
+            next_step=f"set relative_attention_num_buckets to {row.num_buckets}",
+        )
+    return replace(row, table=table.name)
+
+
+def _head_activation(walk: Walk) -> Activation | None:
+    name = walk.family.head_activation if walk.family else None
+    return curve_of(walk.modules[name]) if name in walk.modules else None
 
 
 def _notes(walk: Walk, layers: Sequence[Layer]) -> Iterator[str]:

@@ -87,6 +87,7 @@ class NormPlace(StrEnum):
     KEY = "key"
     EMBEDDING = "embedding"
     FINAL = "final"
+    HEAD = "head"
     OTHER = "other"
 
 
@@ -111,7 +112,11 @@ class EmbeddingKind(StrEnum):
     TOKEN = "token"
     POSITION = "position"
     TOKEN_TYPE = "token_type"
+    POSITION_BIAS = "position_bias"  # of the scores of each head
     OTHER = "other"
+
+
+SUMMED_KINDS = (EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +219,7 @@ class Attention:
     position: PositionKind
     is_cross: bool = False
     is_causal: bool = True
-    window: int | None = None  # sliding window in tokens
+    window: int | None = None  # keys at this distance and farther are hidden, behind a query and before it
     softcap: float | None = None
     has_query_key_norm: bool = False
     scale: float | None = None  # of query times key; None: 1 / sqrt(head_dim)
@@ -225,6 +230,19 @@ class Attention:
     rope_factor: float = 1.0  # of cosines and sines
     rope_interleaved: bool = False  # feature 2i turns with 2i + 1, instead of i with i + rotary_dim / 2
     rope_limit: int | None = None  # positions from which on the frequencies are others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PositionBias:
+    """A bias of each head by the distance from query to key, added to the scores of all layers.
+
+    Near distances have a row of the table each, far ones share rows: Raffel et al. 2020
+    (https://arxiv.org/abs/1910.10683). Keys after their query have the second half of the rows.
+    """
+
+    table: str  # [num_buckets, heads]
+    num_buckets: int
+    max_distance: int  # from which on all distances share a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,6 +335,9 @@ class ModelMap:
     num_active_experts: int | None = None  # that run for each token
     sentence: SentenceModel | None = None  # what pools the states of a text
     logit_scale: float | None = None  # factor of the logits
+    position_bias: PositionBias | None = None
+    head_activation: Activation | None = None  # of a task's head, where the config sets it apart
+    reads_mean: bool = False  # a sequence classifier reads the mean of all tokens, instead of the first
 
     @property
     def context(self) -> int | None:

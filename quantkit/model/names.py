@@ -131,8 +131,13 @@ def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None
     """Full names of the existing modules that read a norm's output directly."""
     assert walk.family is not None
     base = f"{place.block}." if place else walk.prefix
+    alone = row.feeds_alone and base + row.feeds_alone
+    if alone and any(alone in names for names in walk.names.values()):
+        return (alone,)
     following = _blocks_after(walk, place) if place else _first_block(walk, walk.family.stacks[0])
     full_names = [base + reader for fed in row.feeds for reader in _of_experts(walk, fed)]
+    if walk.prefix and not place:  # modules of a head lie outside of the base model
+        full_names += row.feeds
     full_names += [f"{block}.{reader}" for reader in row.feeds_next_block for block in following]
     if row.feeds_cross_attention:
         full_names += _cross_readers(walk)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from quantkit.model.config import FULL, SLIDING
+from quantkit.model.windows import own_window
 
 FREQUENCIES = "inv_freq"
 
@@ -48,6 +49,13 @@ def read_ropes(base: nn.Module, fixed_theta: float | None = None) -> Mapping[str
         return {FULL: Rope(theta=fixed_theta, rotary_dim=config.rotary_dim)}
     if by_kind is not None:  # transformers 4.57: a module for each kind of layer, in OLMo 3
         return {kind: _rope(_remade(module), "") for kind, module in by_kind.items()}
+    in_attention = [module for module in base.modules() if rotary is None and hasattr(module, "rotary_emb")]
+    if in_attention:  # transformers 4.57: a module in each attention, in ModernBERT
+        firsts = {own_window(module) is None: module for module in reversed(in_attention)}
+        return {
+            FULL if is_full else SLIDING: _rope(_remade(module.rotary_emb), "")
+            for is_full, module in firsts.items()
+        }
     if rotary is None:  # quantkit's own models
         return {FULL: Rope(theta=float(config.rope_theta), rotary_dim=None)}
     fresh = _remade(rotary)

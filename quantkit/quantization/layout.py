@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.model.model_map import ATTENTION_ROLES, Embedding, Layer, ModelMap, Norm, Role, Rows
+from quantkit.model.model_map import (
+    ATTENTION_ROLES,
+    Embedding,
+    EmbeddingKind,
+    Layer,
+    ModelMap,
+    Norm,
+    Role,
+    Rows,
+)
 from quantkit.plan.formats import (
     BLOCKS,
     FLOAT,
@@ -302,6 +311,7 @@ def contents_of(
         # A table that a float head reads stays float.
         is_large = max(table.num_rows, table.num_columns) >= plan.min_dim and bool(planned)
         is_large = is_large and table.name not in {pack.table for pack in packs}
+        is_large = is_large and table.kind is not EmbeddingKind.POSITION_BIAS  # a few numbers of each head
         own_grid = with_little_padding(table_grid, table.num_columns) if is_large else None
         tables.append(
             TableEntry(

@@ -20,7 +20,7 @@ from quantkit.pipeline.stages.export import kind_of
 from quantkit.runtime.decoder import open_decoder
 from quantkit.runtime.encoder import encode, open_encoder
 
-ENCODERS = ("bert", "roberta", "distilbert", "albert")
+ENCODERS = ("bert", "roberta", "mpnet", "electra", "modernbert", "distilbert", "albert")
 OWN = ("quantkit_reference", "ws_ffn")
 FUSED = [name for name in (*DECODERS, *ENCODERS) if name not in OWN]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
@@ -93,6 +93,15 @@ FIELDS: dict[str, dict] = {
     "chunk_size_feed_forward": {"chunk_size_feed_forward": 5},
     "norms": {"norm_kind": "layer_norm", "norm_placement": "post", "ffn_kind": "standard"},
     "num_labels": {"num_labels": 3},
+    "embedding_size": {"embedding_size": 24},
+    "relative_attention_num_buckets": {"relative_attention_num_buckets": 40},
+    "too_few_buckets": {"relative_attention_num_buckets": 20},
+    "local_attention": {"local_attention": 5, "global_attn_every_n_layers": 2},
+    "global_rope_theta": {"global_rope_theta": 77.0, "local_rope_theta": 5.0},
+    "rope_scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "norm_bias": {"norm_bias": True},
+    "decoder_bias": {"decoder_bias": False},
+    "classifier_activation": {"classifier_activation": "relu"},
     "pretraining_tp": {"pretraining_tp": 2},
 }
 CASES = [
@@ -114,6 +123,7 @@ SAMPLE = [
         ("bert", "is_decoder"),
         ("roberta", "pad_token_id"),
         ("albert", "uneven_groups"),
+        ("modernbert", "layer_types"),
     )
 ]
 IDS = np.random.default_rng(0).integers(6, 60, (2, 20))

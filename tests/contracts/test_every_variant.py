@@ -256,7 +256,7 @@ STRANGERS = {
     "mpt": ("standard", "gelu", "layer_norm", "pre"),
     "diffllama": ("gated", "silu", "rms_norm", "pre"),
     "persimmon": ("standard", "relu_squared", "layer_norm", "pre"),
-    "electra": ("standard", "gelu", "layer_norm", "post"),
+    "ernie": ("standard", "gelu", "layer_norm", "post"),
 }
 
 

@@ -39,8 +39,6 @@ UNTRACED = (
     "colbert-ir/colbertv2.0",
     "google/bert_for_seq_generation_L-24_bbc_encoder",
     "facebook/xlm-roberta-xl",
-    "google/electra-small-discriminator",
-    "monologg/koelectra-base-v3-discriminator",
     "google/mobilebert-uncased",
     "google/vit-base-patch16-224",
     "google/umt5-small",

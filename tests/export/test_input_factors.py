@@ -25,19 +25,27 @@ from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.graph import save
 from quantkit.export.static.encoder import emit_static_encoder
 from quantkit.model.families import FAMILIES
-from quantkit.model.inspect import inspect, map_module
+from quantkit.model.inspect import inspect
 from quantkit.pipeline.stages.resolve import smooths_by_default
 from quantkit.recipe import override
 
 LENGTH, LOUD, FACTOR = 20, (3, 17), 60.0
-CLASSES = {"bert": "BertModel", "roberta": "RobertaModel", "distilbert": "DistilBertModel"}
+CLASSES = {
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "mpnet": "MPNetModel",
+    "electra": "ElectraModel",
+    "modernbert": "ModernBertModel",
+    "distilbert": "DistilBertModel",
+}
 GENERATOR = np.random.default_rng(5)
 IDS = GENERATOR.integers(3, 60, (2, LENGTH))
 
 
 def loud(name):
     """A tiny model two channels of whose norms are large, as in released ones."""
-    model = build_tiny(CLASSES[name], FAMILIES[name].tiny)
+    wide = {"embedding_size": 32} if name == "electra" else {}
+    model = build_tiny(CLASSES[name], {**FAMILIES[name].tiny, **wide})
     with torch.no_grad():
         for path, norm in model.named_modules():
             if isinstance(norm, torch.nn.LayerNorm):
@@ -61,6 +69,12 @@ def magnitudes_of(model):
     for handle in handles:
         handle.remove()
     return peaks
+
+
+def num_smoothed(name):
+    """Inputs with factors: behind post-norms all that a norm feeds, of pre-norms the one without a norm."""
+    layers = FAMILIES[name].tiny.get("num_hidden_layers") or FAMILIES[name].tiny["n_layers"]
+    return 1 if name == "modernbert" else 2 * layers
 
 
 def states_of(model):
@@ -97,12 +111,16 @@ def test_the_fused_graph_is_the_model(name, exclude, tmp_path):
     smoothed = {"magnitudes": magnitudes_of(model), "exclude": exclude}
     made = fused(quantize(model, tmp_path / "float", min_dim=NOTHING, **smoothed), tmp_path / "float")
     assert error(made, states_of(model)).relative < 1e-5
-    blocks = len(map_module(model, name="tiny").blocks)
-    assert len(smoothed_inputs(tmp_path / "float")) == 2 * blocks
+    assert len(smoothed_inputs(tmp_path / "float")) == num_smoothed(name)
 
     quantized = quantize(model, tmp_path, scheme="int8_token", **smoothed)
     made, plain = fused(quantized, tmp_path), copy.deepcopy(model)
-    assert len(smoothed_inputs(tmp_path)) == (4 if exclude else 2) * blocks
+    blocks = len(quantized.map.blocks)
+    apart = 2 if name == "modernbert" else 2 * blocks
+    assert len(smoothed_inputs(tmp_path)) == num_smoothed(name) + (apart if exclude else 0)
+    for path, norm in plain.named_modules():  # scales of what a pre-norm feeds lie in its gain
+        if isinstance(norm, torch.nn.LayerNorm):
+            norm.weight.data = torch.from_numpy(quantized.checkpoint.read(f"{path}.weight"))
     assert error(made, states_of(fake_quantize(plain, quantized.checkpoint))).relative < 3e-2
 
 
@@ -142,7 +160,7 @@ def test_the_static_graph_is_the_model(name, tmp_path):
     feeds = {each.name: full[each.name].astype(np.int32) for each in session.get_inputs()}
     made = session.run(["last_hidden_state"], feeds)[0]
     assert error(made, states_of(model)[:1]).relative < 1e-5
-    assert len(smoothed_inputs(tmp_path)) == 2 * len(quantized.map.blocks)
+    assert len(smoothed_inputs(tmp_path)) == num_smoothed(name)
 
 
 OFF = {"accuracy": False, "latency": False, "memory": False, "min_dim": 1}

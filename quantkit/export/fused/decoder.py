@@ -7,7 +7,7 @@ GroupQueryAttention writes into the cache in place.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from quantkit.export.decoder import DecoderWalk, why_not
 from quantkit.export.fused.latent import add_latents, keeps_latents
 from quantkit.export.fused.operators import FusedOperators
 from quantkit.export.graph import CONTRIB, Graph
-from quantkit.export.rotary import TABLES, Rotation, add_tables, rotation_of
 from quantkit.export.walk import Stream, norm_at
 from quantkit.model.model_map import Attention, Block, ModelMap, NormPlace, PositionKind
 from quantkit.plan.targets import Target
@@ -83,14 +82,12 @@ def fused_walk(graph: Graph, model_map: ModelMap, contents: Contents) -> FusedWa
 class FusedDecoder(FusedOperators):
     """Decoders in the fused dialect. The fields are names of values that every block reads."""
 
-    positions: str = ""  # [batch, sequence], int64
     last: str = ""  # [batch], int64: column of the last token of each row that is not padding
     lengths: str = ""  # `last` in int32: with the new tokens, each row has one key more than this
     total: str = ""  # scalar, int32
     bias: str = ""  # [batch, 1, sequence, total]
     num_new: str = ""  # [1], int64: tokens that each row is given now
     places: str = ""  # [batch, rows, 1], int64: new tokens that logits are computed of
-    rotations: dict[Rotation, tuple[str, str]] = field(default_factory=dict)  # cosines and sines
 
     def read_mask(self, new: str) -> None:
         """Inputs for mask and positions; lengths and the padding bias from the mask alone.
@@ -202,25 +199,6 @@ class FusedDecoder(FusedOperators):
             return self.norm(norm, x)
         heads = graph.op("Reshape", x, graph.integers(0, 0, num_heads, head_dim))
         return graph.op("Reshape", self.norm(norm, heads), graph.integers(0, 0, num_heads * head_dim))
-
-    def rotate(self, attention: Attention, x: str, num_heads: int) -> str:
-        """Rotation as a node of its own, for sizes that the attention operator does not take."""
-        cosine, sine = self.rotation(attention)
-        width = num_heads * attention.head_dim
-        x = self.graph.op(
-            "RotaryEmbedding", x, self.positions, cosine, sine, domain=CONTRIB,
-            num_heads=num_heads, rotary_embedding_dim=attention.rotary_dim,
-            interleaved=1 if attention.rope_interleaved else None,
-        )  # fmt: skip
-        return self.graph.op("Reshape", x, self.graph.integers(0, 0, width))
-
-    def rotation(self, attention: Attention) -> tuple[str, str]:
-        """Names of the cosine and sine tables, one pair for all blocks that turn alike."""
-        key = rotation_of(attention)
-        if key not in self.rotations:
-            label, context = f"{TABLES}{len(self.rotations)}", self.model_map.context or 2048
-            self.rotations[key] = add_tables(self.graph, label, attention, context)
-        return self.rotations[key]
 
 
 def rotates_inside(attention: Attention) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from quantkit.export.encoder import HEADS, EncoderWalk, why_not_encoder
 from quantkit.export.fused.operators import MASKED, FusedOperators
 from quantkit.export.graph import CONTRIB, LATER_OPSETS, Graph
 from quantkit.export.sentence import emit_sentence
-from quantkit.model.model_map import Attention, Block, EmbeddingKind, ModelMap
+from quantkit.model.model_map import Attention, Block, EmbeddingKind, ModelMap, PositionBias, PositionKind
+from quantkit.model.position_bias import bucket_of
 from quantkit.plan.targets import Target
 from quantkit.quantization.layout import Checkpoint, Contents, Pack, TableEntry
 
@@ -45,6 +46,7 @@ def emit_encoder(
     walk = EncoderWalk(model_map=model_map, operators=dialect, heads=HEADS[model_map.family])
     ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
     mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "sequence"])
+    dialect.ids, dialect.padding = ids, mask
     x = walk.embed(ids)
     if dialect.is_standard:
         dialect.mask = dialect.padding_bias(mask, graph.op("Shape", ids, start=1, end=2))
@@ -59,16 +61,22 @@ def emit_encoder(
 
 @dataclass(kw_only=True, slots=True)
 class FusedEncoder(FusedOperators):
-    """Encoders in the fused dialect."""
+    """Encoders in the fused dialect. Names of values are those that several blocks read."""
 
     is_standard: bool  # whether attention is the standard's operator, on CPUs the faster one
-    mask: str = ""
+    ids: str = ""
+    padding: str = ""  # the input mask: 1 for tokens, 0 for padding
+    mask: str = ""  # the mask of attention without a window
+    biases: dict[int | None, str] = field(default_factory=dict)  # of scores, by the window of the attention
+    masks: dict[int | None, str] = field(default_factory=dict)  # the mask with those biases
 
     def embed(self, ids: str) -> str:
         graph = self.graph
         tables = {entry.table.kind: entry for entry in self.contents.tables}
         words = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids)
-        places = operators.lookup(graph, tables[EmbeddingKind.POSITION], self.positions(ids))
+        if EmbeddingKind.POSITION not in tables:
+            return words
+        places = operators.lookup(graph, tables[EmbeddingKind.POSITION], self.position_ids(ids))
         if EmbeddingKind.TOKEN_TYPE in tables:
             places = graph.op("Add", places, self.token_types(tables[EmbeddingKind.TOKEN_TYPE]))
         return graph.op("Add", words, places)
@@ -82,7 +90,7 @@ class FusedEncoder(FusedOperators):
             kinds = graph.constant("first_kind", np.zeros((1, 1), np.int64))
         return operators.lookup(graph, entry, kinds)
 
-    def positions(self, ids: str) -> str:
+    def position_ids(self, ids: str) -> str:
         """Columns, [1, sequence]; where padding has a row of its own, real tokens are counted after it."""
         graph, offset = self.graph, self.model_map.position_offset
         if offset:
@@ -91,9 +99,56 @@ class FusedEncoder(FusedOperators):
             real = graph.op("Cast", is_real, to=TensorProto.INT64)
             counted = graph.op("CumSum", real, graph.constant("axis_1", np.array(1, np.int64)))
             return graph.op("Add", graph.op("Mul", counted, real), padding)
+        return graph.op("Unsqueeze", self.columns(ids), graph.integers(0))
+
+    def columns(self, ids: str) -> str:
+        """0, 1, 2, ... for each token of a row."""
+        graph = self.graph
         length = graph.op("Squeeze", graph.op("Shape", ids, start=1, end=2))
         zero, one = (graph.constant(f"i64_{v}_scalar", np.array(v, np.int64)) for v in (0, 1))
-        return graph.op("Unsqueeze", graph.op("Range", zero, length, one), graph.integers(0))
+        return graph.op("Range", zero, length, one)
+
+    def distances(self) -> str:
+        """From each query to each key, [queries, keys]."""
+        graph, columns = self.graph, self.columns(self.ids)
+        keys, queries = (graph.op("Unsqueeze", columns, graph.integers(axis)) for axis in (0, 1))
+        return graph.op("Sub", keys, queries)
+
+    def bias(self, window: int | None) -> str:
+        """Added to the scores of every row alike, [1, heads or 1, queries, keys]; empty for nothing."""
+        if window not in self.biases:
+            by_distance = self.model_map.position_bias
+            parts = [self.position_bias(by_distance)] if by_distance else []
+            parts += [self.window_bias(window)] if window else []
+            bias = parts[0] if parts else ""
+            self.biases[window] = self.graph.op("Add", *parts) if len(parts) > 1 else bias
+        return self.biases[window]
+
+    def position_bias(self, bias: PositionBias) -> str:
+        """Beyond the largest distance the bias stays the same, so texts may be of any length."""
+        graph, reach = self.graph, bias.max_distance
+        rows = graph.constant("position_bias/rows", bucket_of(bias))
+        by_distance = graph.op("Gather", graph.weight(f"{bias.table}.weight"), rows, name=bias.table, axis=0)
+        by_distance = graph.op("Transpose", by_distance, perm=[1, 0])
+        ends = [graph.constant(f"position_bias/{end}", np.array(end, np.int64)) for end in (-reach, reach)]
+        places = graph.op("Add", graph.op("Clip", self.distances(), *ends), ends[1])
+        return graph.op("Unsqueeze", graph.op("Gather", by_distance, places, axis=1), graph.integers(0))
+
+    def window_bias(self, window: int) -> str:
+        """Hides keys at the distance of the window and farther."""
+        graph = self.graph
+        limit = graph.constant(f"window_{window}", np.array(window, np.int64))
+        is_near = graph.op("Less", graph.op("Abs", self.distances()), limit)
+        added = graph.constant("hidden_shown", np.array([-MASKED, 0], np.float32))
+        bias = graph.op("Gather", added, graph.op("Cast", is_near, to=TensorProto.INT64))
+        return graph.op("Unsqueeze", bias, graph.integers(0, 1))
+
+    def mask_of(self, window: int | None) -> str:
+        """Padding and the biases of the scores in one."""
+        if window not in self.masks:
+            bias = self.bias(window)
+            self.masks[window] = self.graph.op("Add", self.mask, bias) if bias else self.mask
+        return self.masks[window]
 
     def query_key_value(self, attention: Attention, pack: Pack, x: str) -> list[str]:
         return self.graph.ops("Split", self.project(pack, x), wanted=(True,) * 3, axis=-1, num_outputs=3)
@@ -101,17 +156,29 @@ class FusedEncoder(FusedOperators):
     def attention(self, block: Block, parts: Sequence[str]) -> str:
         facts, name = block.attentions[0], f"{block.name}/attention"
         heads, scale = facts.num_heads, facts.scale
+        if facts.position is PositionKind.ROPE:
+            self.positions = self.graph.integers(0)  # of the first column
+            parts = [*(self.rotate(facts, part, heads) for part in parts[:2]), parts[2]]
         if self.is_standard:
+            mask = self.mask_of(facts.window)
             return self.graph.op(
-                "Attention", *parts, self.mask, name=name, q_num_heads=heads, kv_num_heads=heads, scale=scale
+                "Attention", *parts, mask, name=name, q_num_heads=heads, kv_num_heads=heads, scale=scale
             )
+        bias = self.bias(facts.window)
         return self.graph.op(
-            "MultiHeadAttention", *parts, "", self.mask,
+            "MultiHeadAttention", *parts, "", self.mask, *([bias] if bias else []),
             name=name, domain=CONTRIB, num_heads=heads, mask_filter_value=-MASKED, scale=scale,
         )  # fmt: skip
 
     def first_token(self, x: str) -> str:
         return self.graph.op("Gather", x, self.graph.constant("first", np.array(0, np.int64)), axis=1)
+
+    def mean_token(self, x: str) -> str:
+        graph = self.graph
+        real = graph.op("Cast", self.padding, to=TensorProto.FLOAT)
+        count = graph.op("ReduceSum", real, graph.integers(1), keepdims=1)
+        weights = graph.op("Unsqueeze", graph.op("Div", real, count), graph.integers(1))
+        return graph.op("Squeeze", graph.op("MatMul", weights, x), graph.integers(1))
 
     def output(self, name: str, x: str, width: int | None, *, of_tokens: bool = True) -> str:
         if width is None:

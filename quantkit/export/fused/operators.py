@@ -5,15 +5,16 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from quantkit.export import operators
 from quantkit.export.graph import CONTRIB, Graph
+from quantkit.export.rotary import TABLES, Rotation, add_tables, rotation_of
 from quantkit.export.walk import Stream
-from quantkit.model.model_map import Activation, Block, ModelMap, Norm, NormKind
+from quantkit.model.model_map import Activation, Attention, Block, ModelMap, Norm, NormKind
 from quantkit.quantization.layout import Contents, Pack
 
 MASKED = 1e4  # subtracted from a masked score: far enough for softmax, finite for every type
@@ -26,6 +27,8 @@ class FusedOperators:
     graph: Graph
     model_map: ModelMap
     contents: Contents
+    positions: str = ""  # int64, [batch, sequence], or [1] with the position of the first column
+    rotations: dict[Rotation, tuple[str, str]] = field(default_factory=dict)  # cosines and sines
 
     def label(self, name: str) -> str:
         return ""
@@ -90,6 +93,25 @@ class FusedOperators:
     def clip(self, x: str, limit: float) -> str:
         ends = [self.graph.constant(f"clip_{end:g}", np.array(end, np.float32)) for end in (-limit, limit)]
         return self.graph.op("Clip", x, *ends)
+
+    def rotate(self, attention: Attention, x: str, num_heads: int) -> str:
+        """Rotation as a node of its own, where the attention operator does not rotate."""
+        cosine, sine = self.rotation(attention)
+        width = num_heads * attention.head_dim
+        x = self.graph.op(
+            "RotaryEmbedding", x, self.positions, cosine, sine, domain=CONTRIB,
+            num_heads=num_heads, rotary_embedding_dim=attention.rotary_dim,
+            interleaved=1 if attention.rope_interleaved else None,
+        )  # fmt: skip
+        return self.graph.op("Reshape", x, self.graph.integers(0, 0, width))
+
+    def rotation(self, attention: Attention) -> tuple[str, str]:
+        """Names of the cosine and sine tables, one pair for all blocks that turn alike."""
+        key = rotation_of(attention)
+        if key not in self.rotations:
+            label, context = f"{TABLES}{len(self.rotations)}", self.model_map.context or 2048
+            self.rotations[key] = add_tables(self.graph, label, attention, context)
+        return self.rotations[key]
 
     def keep_latents(self, block: Block, hidden: str) -> None:
         pass

@@ -15,10 +15,10 @@ import onnx
 from onnx import TensorProto
 
 from quantkit.errors import InputError
-from quantkit.export.encoder import HEADS, EncoderWalk, why_not_encoder
+from quantkit.export.encoder import HEADS, EncoderWalk, task_of, why_not_encoder
 from quantkit.export.graph import Graph
 from quantkit.export.static.operators import StaticOperators, StaticShape, table_values
-from quantkit.model.model_map import EmbeddingKind, ModelMap
+from quantkit.model.model_map import SUMMED_KINDS, EmbeddingKind, ModelMap
 from quantkit.plan.targets import Target
 from quantkit.quantization.layout import Checkpoint, Contents
 
@@ -29,6 +29,10 @@ def why_not_static_encoder(model_map: ModelMap, tokens: int) -> str | None:
     longest = model_map.context or tokens
     if reason is None and not 0 < tokens <= longest:
         reason = f"it has {longest} positions, and {tokens} were asked for"
+    if reason is None and model_map.reads_mean and task_of(model_map) == "ForSequenceClassification":
+        reason = "its classifier reads the mean of a text (classifier_pooling)"
+    if reason is None and task_of(model_map) == "ForPreTraining":
+        reason = "its output is one number a token, which a runner of static graphs takes for classes"
     return reason
 
 
@@ -65,8 +69,11 @@ class StaticEncoder(StaticOperators):
 
     def embed(self, ids: str) -> str:
         graph, tokens = self.graph, self.shape.tokens
-        entries = {entry.table.kind: entry for entry in self.contents.tables}
+        summed = [entry for entry in self.contents.tables if entry.table.kind in SUMMED_KINDS]
+        entries = {entry.table.kind: entry for entry in summed}
         x = self.token_rows(entries.pop(EmbeddingKind.TOKEN), ids)
+        if not entries:
+            return x
         tables = {kind: table_values(graph.checkpoint, entry) for kind, entry in entries.items()}
         places = tables[EmbeddingKind.POSITION][self.model_map.position_offset :][:tokens]
         kinds = tables.get(EmbeddingKind.TOKEN_TYPE)
@@ -82,6 +89,9 @@ class StaticEncoder(StaticOperators):
     def first_token(self, x: str) -> str:
         first = self.graph.constant("first", np.zeros(1, np.int32))
         return self.graph.op("Gather", x, first, name="first/row", axis=0)
+
+    def mean_token(self, x: str) -> str:
+        raise AssertionError("a classifier of means has no static graph")
 
     def output(self, name: str, x: str, width: int | None, *, of_tokens: bool = True) -> str:
         """Shaped by a node of its own, because blocks read two dimensions."""

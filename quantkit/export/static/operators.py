@@ -35,6 +35,7 @@ from quantkit.model.model_map import (
     NormPlace,
     PositionKind,
 )
+from quantkit.model.position_bias import bucket_of
 from quantkit.quantization.layout import HALVES, Checkpoint, Contents, Pack, TableEntry
 
 Floats = NDArray[np.float32]
@@ -211,7 +212,11 @@ class StaticOperators:
         scores = graph.op("MatMul", query, turned, name=f"{name}/scores")
         if facts.softcap:
             scores = self.softcap(scores, facts.softcap, f"{name}/softcap")
+        if self.model_map.position_bias:
+            scores = graph.op("Add", scores, self.position_bias(), name=f"{name}/biased")
         mask = self.causal_mask(group) if facts.is_causal and tokens > 1 else self.shown
+        if facts.window and not facts.is_causal and facts.window < tokens:
+            mask = self.window_mask(facts.window)
         masked = graph.op("Add", scores, mask, name=f"{name}/masked")
         weights = graph.op("Softmax", masked, name=f"{name}/softmax", axis=-1)
         attended = graph.op("MatMul", weights, value, name=f"{name}/given")
@@ -279,6 +284,30 @@ class StaticOperators:
             later_rows = self.constant(f"{MASK}later/{group}", rows[None, None])
             self.graph.op("Add", self.shown, later_rows, name=name)
         return f"{name}/out0"
+
+    def window_mask(self, window: int) -> str:
+        """Added to scores, [1, 1, tokens, tokens]: hides padding and tokens too far on both sides."""
+        name = f"{MASK}window/{window}"
+        if name not in self.graph.labels:
+            far = np.abs(self.distances()) >= window
+            rows = np.where(far, np.float32(HIDDEN), np.float32(0))
+            self.graph.op("Add", self.shown, self.constant(f"{name}/far", rows[None, None]), name=name)
+        return f"{name}/out0"
+
+    def distances(self) -> NDArray[np.int64]:
+        """From each token to each other, [tokens, tokens]."""
+        places = np.arange(self.shape.tokens)
+        return np.asarray(places[None, :] - places[:, None])
+
+    def position_bias(self) -> str:
+        """Added to scores, [1, heads, tokens, tokens]; a constant."""
+        bias = self.model_map.position_bias
+        assert bias is not None
+        entry = next(entry for entry in self.contents.tables if entry.table.name == bias.table)
+        reach, table = bias.max_distance, table_values(self.graph.checkpoint, entry)
+        places = np.clip(self.distances(), -reach, reach) + reach
+        values = table[bucket_of(bias)[places]].transpose(2, 0, 1)
+        return self.constant("position_bias", np.ascontiguousarray(values[None]))
 
     # Tables
 

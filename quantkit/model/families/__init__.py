@@ -47,7 +47,16 @@ from quantkit.model.families.decoders import (
     STABLELM,
     STARCODER2,
 )
-from quantkit.model.families.encoders import ALBERT, BERT, DISTILBERT, ROBERTA, T5
+from quantkit.model.families.encoders import (
+    ALBERT,
+    BERT,
+    DISTILBERT,
+    ELECTRA,
+    MODERNBERT,
+    MPNET,
+    ROBERTA,
+    T5,
+)
 from quantkit.model.families.own import ONE_WIDE, REFERENCE, WS_FFN
 from quantkit.model.families.schema import Family
 
@@ -59,7 +68,7 @@ FAMILIES: dict[str, Family] = {
         *(COHERE, COHERE2, HELIUM, ERNIE, GLM, GLM4, GPTJ, CODEGEN, GPT_BIGCODE, FALCON),
         *(OLMO, OLMO2, OLMO3, EXAONE4),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
-        *(BERT, ROBERTA, DISTILBERT, ALBERT, T5),
+        *(BERT, ROBERTA, MPNET, ELECTRA, MODERNBERT, DISTILBERT, ALBERT, T5),
         *(REFERENCE, ONE_WIDE, WS_FFN),
     )
 }

@@ -15,6 +15,7 @@ from quantkit.model.families.schema import (
     GATE,
     OUT,
     POSITION,
+    POSITION_BIAS,
     TOKEN,
     UP,
     ByConfig,
@@ -25,7 +26,7 @@ from quantkit.model.families.schema import (
     Stack,
     V,
 )
-from quantkit.model.model_map import NormKind, NormPlace, NormPlacement, PositionKind
+from quantkit.model.model_map import NormKind, NormPlace, NormPlacement, PositionBias, PositionKind
 
 BERT = Family(
     name="bert",
@@ -53,6 +54,126 @@ ROBERTA = replace(
     other={"lm_head.dense": "stays", "pooler.dense": "reads"},
     counts_from_padding=True,
     tiny_class="RobertaForMaskedLM",
+)
+
+MPNET_READ_BY_ATTENTION = ("attention.attn.q", "attention.attn.k", "attention.attn.v")
+MPNET = Family(
+    name="mpnet",
+    model_types=("mpnet",),
+    stacks=(
+        Stack(
+            path="encoder.layer.*",
+            kind="encoder",
+            projections={
+                "attention.attn.q": (Q,),
+                "attention.attn.k": (K,),
+                "attention.attn.v": (V,),
+                "attention.attn.o": (OUT,),
+                "intermediate.dense": (UP,),
+                "output.dense": (DOWN,),
+            },
+            norms={
+                "attention.LayerNorm": NormRow(NormPlace.AFTER_ATTENTION, ("intermediate.dense",)),
+                "output.LayerNorm": NormRow(NormPlace.AFTER_FFN, feeds_next_block=MPNET_READ_BY_ATTENTION),
+            },
+            activation="intermediate.intermediate_act_fn",
+        ),
+    ),
+    embeddings={
+        "embeddings.word_embeddings": TOKEN,
+        "embeddings.position_embeddings": POSITION,
+        "encoder.relative_attention_bias": POSITION_BIAS,
+    },
+    outer_norms={
+        "embeddings.LayerNorm": NormRow(NormPlace.EMBEDDING, feeds_next_block=MPNET_READ_BY_ATTENTION),
+        "lm_head.layer_norm": FINAL_NORM,
+    },
+    other={"lm_head.dense": "stays", "pooler.dense": "reads"},
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.POST,
+    position=PositionKind.LEARNED,
+    counts_from_padding=True,
+    padding_id=1,
+    is_causal_by_config=True,
+    position_bias=PositionBias(table="encoder.relative_attention_bias", num_buckets=32, max_distance=128),
+    tiny_class="MPNetForMaskedLM",
+    tiny=BERT_TINY,
+)
+
+ELECTRA = replace(
+    BERT,
+    name="electra",
+    model_types=("electra",),
+    outer_norms={
+        "embeddings.LayerNorm": replace(
+            BERT_EMBEDDING_NORM["embeddings.LayerNorm"], feeds_alone="embeddings_project"
+        ),
+        "generator_predictions.LayerNorm": FINAL_NORM,
+    },
+    other={
+        "embeddings_project": "enters",
+        "generator_predictions.dense": "leaves",
+        "discriminator_predictions.dense": "reads",
+        "discriminator_predictions.dense_prediction": "apart",
+    },
+    tiny_class="ElectraForMaskedLM",
+    tiny={**BERT_TINY, "embedding_size": 16},
+    variants=({"embedding_size": 32},),
+)
+
+MODERNBERT = Family(
+    name="modernbert",
+    model_types=("modernbert",),
+    stacks=(
+        Stack(
+            path="layers.*",
+            kind="encoder",
+            projections={
+                "attn.Wqkv": (Q, K, V),
+                "attn.Wo": (OUT,),
+                "mlp.Wi": (GATE, UP),
+                "mlp.Wo": (DOWN,),
+            },
+            norms={  # the first block has no norm before its attention
+                "attn_norm": NormRow(NormPlace.BEFORE_ATTENTION, ("attn.Wqkv",)),
+                "mlp_norm": NormRow(NormPlace.BEFORE_FFN, ("mlp.Wi",)),
+            },
+            activation="mlp.act",
+        ),
+    ),
+    embeddings={"embeddings.tok_embeddings": TOKEN},
+    outer_norms={
+        "embeddings.norm": NormRow(NormPlace.EMBEDDING, feeds_next_block=("attn.Wqkv",)),
+        "final_norm": NormRow(NormPlace.FINAL, ("head.dense",)),
+        "head.norm": NormRow(NormPlace.HEAD, feeds_head=True),
+    },
+    other={"head.dense": "stays"},
+    norm_kind=NormKind.LAYER_NORM,
+    placement=NormPlacement.PRE,
+    position=PositionKind.ROPE,
+    windows="own",
+    head_activation="head.act",
+    reads_mean=ByConfig(key="classifier_pooling", absent="cls", values={"cls": False, "mean": True}),
+    tiny_class="ModernBertForMaskedLM",
+    tiny={
+        **BERT_TINY,
+        "num_hidden_layers": 4,  # the first and the last see all tokens
+        "local_attention": 8,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+    variants=(
+        {
+            **dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True),
+            "decoder_bias": False,
+            "tie_word_embeddings": False,
+            "classifier_activation": "silu",
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
 )
 
 DISTILBERT_READ_BY_ATTENTION = ("attention.q_lin", "attention.k_lin", "attention.v_lin")

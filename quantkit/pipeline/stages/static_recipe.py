@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quantkit.errors import InputError, not_one_of
 from quantkit.export.static.decoder import why_not_static
+from quantkit.export.static.encoder import why_not_static_encoder
 from quantkit.export.static.operators import StaticShape
 from quantkit.model.model_map import ModelMap
 from quantkit.pipeline.stages.export_static import GRAPHS
@@ -65,9 +66,8 @@ def _static_schemes(target: str) -> list[str]:
 
 def _lengths(static: Static, model_map: ModelMap, kind: str, where: str) -> dict[str, int]:
     """Prompt and cache lengths; given ones are kept or refused, defaults shrink to the model's context."""
-    windows = [
-        attention.window for block in model_map.blocks for attention in block.attentions if attention.window
-    ]
+    attentions = [attention for block in model_map.blocks for attention in block.attentions]
+    windows = [attention.window for attention in attentions if attention.is_causal and attention.window]
     context = model_map.context or CACHE + PROMPT
     longest = min([context, *windows])
     prompt = static.prompt or min(PROMPT, longest - (kind == "decoder"))
@@ -86,6 +86,9 @@ def _lengths(static: Static, model_map: ModelMap, kind: str, where: str) -> dict
     if kind != "decoder":
         if static.cache is not None:
             raise InputError("an encoder keeps no cache", where="static.cache", next_step="leave it out")
+        reason = why_not_static_encoder(model_map, prompt)
+        if reason:
+            raise InputError(f"no static graph for it: {reason}", where=where)
         return {"static.prompt": prompt}
     cache = static.cache or max(prompt, min(CACHE, longest - 1))
     if not prompt <= cache < longest:

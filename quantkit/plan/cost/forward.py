@@ -19,6 +19,7 @@ from quantkit.model.model_map import (
     ATTENTION_ROLES,
     FFN_ROLES,
     ROUTING_ROLES,
+    SUMMED_KINDS,
     Attention,
     Block,
     Embedding,
@@ -175,6 +176,8 @@ def _num_keys(attention: Attention, scope: Scope) -> tuple[int, int]:
     total = scope.past + scope.tokens
     if attention.window is None:
         return total, total
+    if not attention.is_causal:  # to both sides
+        return min(2 * attention.window - 1, total), total
     return min(attention.window, total), min(attention.window - 1 + scope.tokens, total)
 
 
@@ -183,7 +186,7 @@ def _embedding_rows(scope: Scope, label: str) -> list[Row]:
     tables = [table for table in model.embeddings if _is_read_by(model, table, scope.stack)]
     tables = [table for kind in EmbeddingKind for table in tables if table.kind is kind]
     rows = [_gather(scope, table, label) for table in tables]
-    summed = [row for row, table in zip(rows, tables, strict=True) if table.kind is not EmbeddingKind.OTHER]
+    summed = [row for row, table in zip(rows, tables, strict=True) if table.kind in SUMMED_KINDS]
     shape = scope.shape(summed[0].output_shape[-1] if summed else 0)
     if model.embedding_scale and summed:
         rows.append(make_row(scope, "embeddings", f"embedding scale{label}", "scale", shape))
@@ -198,11 +201,12 @@ def _gather(scope: Scope, table: Embedding, label: str) -> Row:
     """A table lookup; a table of both stacks is stored, and counted, once."""
     run, model = scope.run, scope.run.model
     attention = next((item for block in model.blocks for item in block.attentions), None)
-    is_named = table.kind is not EmbeddingKind.OTHER
+    is_named = table.kind in SUMMED_KINDS
+    is_bias = table.kind is EmbeddingKind.POSITION_BIAS
     shape: tuple[int, ...] = scope.shape(table.num_columns)
     if table.kind is EmbeddingKind.POSITION:
         shape = (1, *shape[1:])
-    elif not is_named and attention and attention.position in POSITION_BIASES:
+    elif is_bias or (not is_named and attention and attention.position in POSITION_BIASES):
         shape = (1, table.num_columns, scope.tokens, scope.past + scope.tokens)  # a bias per head and pair
     bits = run.bits_of(table.name, *(layer.name for layer in model.layers if layer.tied_to == table.name))
     is_counted = _stack_of(table.name) is not None or scope.stack == run.stacks[0]
@@ -301,7 +305,8 @@ def _attention_rows(
     rows.append(product(f"{label}scores", "scores", scores, input_shape=queries, input_elements=read))
     if attention.softcap:
         rows.append(step("attention softcap", "softcap", scores))
-    if attention.position in POSITION_BIASES and not attention.is_cross:
+    has_bias = attention.position in POSITION_BIASES or scope.run.model.position_bias is not None
+    if has_bias and not attention.is_cross:
         read = math.prod(scores) + math.prod(scores[1:])  # one bias for the whole batch
         rows.append(step("position bias", "add", scores, operands=2, input_elements=read))
     rows.append(step(f"{label}softmax", "softmax", scores))

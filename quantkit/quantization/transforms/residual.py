@@ -18,6 +18,7 @@ from quantkit.model.model_map import (
     ATTENTION_ROLES,
     FFN_ROLES,
     ROUTING_ROLES,
+    SUMMED_KINDS,
     EmbeddingKind,
     Layer,
     ModelMap,
@@ -29,7 +30,6 @@ from quantkit.model.model_map import (
 )
 from quantkit.quantization.transforms.basis import Space, forbidden
 
-ON_THE_STREAM = (EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE)
 READING_ROLES = (
     Role.ATTENTION_QUERY,
     Role.ATTENTION_KEY,
@@ -56,7 +56,7 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
     tables = [
         table
         for table in model_map.embeddings
-        if table.kind in ON_THE_STREAM and table.num_columns == width and not lie_before
+        if table.kind in SUMMED_KINDS and table.num_columns == width and not lie_before
     ]
     norms = [norm for norm in model_map.norms if _is_on_the_stream(model_map, norm, ends, width)]
     head_reads = head is not None and not ends["leaves"]

@@ -36,6 +36,7 @@ NEEDED_ROLES = (
     Role.FFN_UP,
     Role.FFN_DOWN,
 )
+POSITION_BIASES = (PositionKind.ALIBI, PositionKind.RELATIVE)  # of each head
 OF_THE_RESIDUAL = "a norm's input is the residual: permute or rotate that space"
 TIED = "the head shares the token table with the embedding, so a change of one is a change of the other"
 UNTIE = (
@@ -164,8 +165,7 @@ def _stray_reader(model_map: ModelMap, norm: Norm) -> str | None:
 def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
     members = [layer for layer in model_map.layers if layer.block == block.name]
     stray = _stray(model_map, block.name)
-    if block.norm_placement is NormPlacement.POST:
-        yield from _inputs(block, members, stray)
+    yield from _inputs(model_map, block, members, stray)
     experts = {layer.expert: None for layer in members if layer.role is Role.FFN_DOWN}
     for expert in experts if block.ffn else ():
         yield _ffn_hidden(block, [layer for layer in members if layer.expert == expert], stray, expert)
@@ -176,16 +176,25 @@ def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
             if norm.block == block.name and norm.features > attention.head_dim
         ]
         has_wide_norm = any(norm.place is NormPlace.QUERY for norm in wide)
-        yield _value_heads(block, attention, members, stray, has_wide_norm=has_wide_norm)
+        has_bias = model_map.position_bias is not None or attention.position in POSITION_BIASES
+        yield _value_heads(
+            block, attention, members, stray, has_wide_norm=has_wide_norm, has_position_bias=has_bias
+        )
 
 
-def _inputs(block: Block, members: Sequence[Layer], stray: str | None) -> Iterator[Space]:
-    """Inputs that no norm can scale, since its output is the residual too: they get factors of their own."""
+def _inputs(
+    model_map: ModelMap, block: Block, members: Sequence[Layer], stray: str | None
+) -> Iterator[Space]:
+    """Inputs that no norm can scale, since they are the residual too: they get factors of their own."""
     attention = (Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE)
-    roles: dict[SpaceKind, tuple[Role, ...]] = {
-        "attention_input": attention,
-        "ffn_input": (Role.FFN_GATE, Role.FFN_UP),
-    }
+    roles: dict[SpaceKind, tuple[Role, ...]] = {}
+    own = {norm.place for norm in model_map.norms if norm.block == block.name}
+    is_post = block.norm_placement is NormPlacement.POST
+    is_bare = block.norm_placement is NormPlacement.PRE and NormPlace.BEFORE_ATTENTION not in own
+    if is_post or is_bare:
+        roles["attention_input"] = attention
+    if is_post:
+        roles["ffn_input"] = (Role.FFN_GATE, Role.FFN_UP)
     for kind, readers in ((kind, _names(members, *of)) for kind, of in roles.items()):
         if readers:
             yield Space(
@@ -239,11 +248,11 @@ def _value_heads(
     stray: str | None,
     *,
     has_wide_norm: bool,
+    has_position_bias: bool,
 ) -> Space:
     cross = attention.is_cross
-    has_head_bias = attention.position in (PositionKind.ALIBI, PositionKind.RELATIVE)
     clipped = "its values are clipped, each by the same limit" if attention.clip else None
-    owned = "position bias" if has_head_bias else "gain" if has_wide_norm else ""
+    owned = "position bias" if has_position_bias else "gain" if has_wide_norm else ""
     not_moved = f"each head has a {owned} of its own, so heads cannot change places" if owned else None
     return Space(
         name=f"{block.name}.{'cross_' if cross else ''}value_heads",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -35,7 +36,7 @@ except ImportError as missing:
 else:
     WHY_NO_OPTIMUM = ""
 
-CLASSES = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert", "albert": "Albert"}
+CLASSES = {name: row.classes[0] for name, row in HEADS.items()}
 TASKS = (
     "Model",
     "ForMaskedLM",
@@ -46,7 +47,12 @@ TASKS = (
 SHAPES = [
     (name, {**FAMILIES[name].tiny, **variant}) for name in HEADS for variant in ({}, *FAMILIES[name].variants)
 ]
-OTHER_ACTIVATIONS = {"bert": "hidden_act", "roberta": "hidden_act", "distilbert": "activation"}
+OF_ROBERTA = ("XLMRoberta", "Camembert")  # classes of model types that share its row
+OTHER_ACTIVATIONS = {
+    **dict.fromkeys(("bert", "roberta", "mpnet", "electra"), "hidden_act"),
+    "distilbert": "activation",
+    "modernbert": "hidden_activation",
+}
 CASES = [
     pytest.param(CLASSES[name] + task, sizes, id=f"{CLASSES[name]}{task}-{number}")
     for number, (name, sizes) in enumerate(SHAPES)
@@ -59,9 +65,37 @@ CASES += [
     for name, key in OTHER_ACTIVATIONS.items()
     for kind in ("relu",)
 ]
-CASES.append(
-    pytest.param("BertForMaskedLM", {**FAMILIES["bert"].tiny, "tie_word_embeddings": False}, id="untied")
-)
+CASES += [
+    pytest.param(name + task, FAMILIES["roberta"].tiny, id=name + task)
+    for name in OF_ROBERTA
+    for task in TASKS
+]
+CASES += [
+    pytest.param(
+        CLASSES[name] + "ForMaskedLM",
+        {**FAMILIES[name].tiny, "tie_word_embeddings": False},
+        id=f"{name}-untied",
+    )
+    for name in ("bert", "mpnet", "electra", "modernbert")
+]
+CASES += [
+    pytest.param("ElectraForPreTraining", {**FAMILIES["electra"].tiny, **sizes}, id=f"detector-{number}")
+    for number, sizes in enumerate(({}, {"embedding_size": 32, "hidden_act": "relu"}))
+]
+MODERN = FAMILIES["modernbert"].tiny
+CASES += [
+    pytest.param(f"ModernBert{task}", {**MODERN, **sizes}, id=f"ModernBert{task}-{name}")
+    for task, name, sizes in (
+        ("ForSequenceClassification", "mean", {"classifier_pooling": "mean"}),
+        ("Model", "all-global", {"global_attn_every_n_layers": 1}),
+        ("Model", "one-global", {"global_attn_every_n_layers": 9}),
+        ("ForTokenClassification", "relu-head", {"classifier_activation": "relu"}),
+        ("Model", "thetas", {"global_rope_theta": 77.0, "local_rope_theta": 5.0}),
+        ("Model", "scaled", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+        ("Model", "odd-window", {"local_attention": 7}),
+        ("Model", "narrowest-window", {"local_attention": 1}),
+    )
+]
 CASES.append(pytest.param("RobertaModel", {**FAMILIES["roberta"].tiny, "type_vocab_size": 1}, id="one-type"))
 PADDING_ID, LENGTH, SHOWN = 1, 20, 13
 GENERATOR = np.random.default_rng(0)
@@ -72,6 +106,13 @@ FEEDS = {
 }
 FEEDS["input_ids"][1::2, SHOWN:] = PADDING_ID
 FEEDS["attention_mask"][1::2, SHOWN:] = 0
+
+
+def shown(values, feeds=FEEDS):
+    """What belongs to a token of a text; a window may leave padding nothing to read."""
+    if values.shape[:2] == feeds["input_ids"].shape:
+        return values[feeds["attention_mask"] == 1]
+    return values
 
 
 def write(quantized, path, *, outside=False):
@@ -103,8 +144,50 @@ def test_the_float_graph_is_the_model(class_name, sizes, tmp_path):
     made, wanted = run(tmp_path / "model.onnx"), original(model)
     assert set(made) == set(wanted)
     for name, values in made.items():
-        assert error(values, wanted[name]).relative < 1e-5
-        assert error(values, wanted[name]).absolute < 1e-4
+        found = error(shown(values), shown(wanted[name]))
+        assert found.relative < 1e-5
+        assert found.absolute < 1e-4
+
+
+WINDOW = {"local_attention": 8, "max_position_embeddings": 400}
+LONG = {
+    "mpnet": {"max_position_embeddings": 402},
+    "modernbert": WINDOW,
+    "electra": {"max_position_embeddings": 400},
+}
+
+
+@pytest.mark.parametrize("standard", [True, False], ids=["standard", "contrib"])
+@pytest.mark.parametrize("name", LONG)
+def test_texts_of_any_length_and_padding_on_any_side(name, standard, tmp_path):
+    """From one token to far beyond windows and distances; each row is the row alone.
+
+    The last bits of rotations grow with the position.
+    """
+    model = build_tiny(CLASSES[name] + "Model", {**FAMILIES[name].tiny, **LONG[name]}, spread=0.3)
+    quantized = quantize(model, tmp_path, min_dim=NOTHING)
+    options = quantized.options()
+    if not standard:
+        options["target"] = replace(options["target"], opset=21, ir_version=10)
+    graph = emit_encoder(quantized.map, quantized.contents, quantized.checkpoint, **options)
+    save(graph, tmp_path / "model.onnx")
+    assert ("MultiHeadAttention" in {node.op_type for node in graph.graph.node}) != standard
+    ids = GENERATOR.integers(3, 60, (3, 300))
+    for length in (1, 2, 3, 4, 5, 6, 9, 40, 130, 300):
+        feeds = {"input_ids": ids[:, :length], "attention_mask": np.ones((3, length), np.int64)}
+        feeds["token_type_ids"] = np.zeros_like(feeds["input_ids"])
+        wanted = original(model, feeds)["last_hidden_state"]
+        made = run(tmp_path / "model.onnx", feeds)["last_hidden_state"]
+        assert error(made, wanted).relative < 5e-5, length
+        for side in ("right",) if name == "electra" else ("right", "left"):  # whose positions are columns
+            widths = ((0, 0), (0, 50) if side == "right" else (50, 0))
+            padded = {
+                key: np.pad(values, widths, constant_values=PADDING_ID if key == "input_ids" else 0)
+                for key, values in feeds.items()
+            }
+            made = run(tmp_path / "model.onnx", padded)["last_hidden_state"]
+            made = made[:, :length] if side == "right" else made[:, 50:]
+            assert error(made, wanted).relative < 5e-5, (length, side)
 
 
 @pytest.mark.parametrize("scheme", ["int8_block32", "int8_block128", "int8_channel"])
@@ -115,14 +198,18 @@ def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
     write(quantized, tmp_path / "model.onnx")
     placement = check_models([tmp_path / "model.onnx"], quantized.plan)
     assert set(placement.projections) == {layer.name for layer in quantized.map.layers}
-    made, wanted = run(tmp_path / "model.onnx")["logits"], original(model)["logits"]
+    made, wanted = shown(run(tmp_path / "model.onnx")["logits"]), shown(original(model)["logits"])
     stored = fake_quantize(copy.deepcopy(model), quantized.checkpoint)
     # A value on the border of two codes may round either way, and later layers carry that on: in its row, or
     # in all rows where the whole input has one scale. So the rows are read one at a time too.
-    assert error(made, original(stored)["logits"]).relative < 3e-2
-    rows = [{name: values[row : row + 1] for name, values in FEEDS.items()} for row in range(len(made))]
+    assert error(made, shown(original(stored)["logits"])).relative < 3e-2
+    rows = [{name: values[row : row + 1] for name, values in FEEDS.items()} for row in range(4)]
     alone = (
-        error(run(tmp_path / "model.onnx", row)["logits"], original(stored, row)["logits"]) for row in rows
+        error(
+            shown(run(tmp_path / "model.onnx", row)["logits"], row),
+            shown(original(stored, row)["logits"], row),
+        )
+        for row in rows
     )
     assert min(each.relative for each in alone) < 1e-5
     assert 1e-4 < error(made, wanted).relative < 0.1, "the quantization shows, and is small"
@@ -203,6 +290,13 @@ def test_a_node_that_is_gone_is_named(tmp_path):
         ("BertLMHeadModel", {**FAMILIES["bert"].tiny, "is_decoder": True}, "without a fused head"),
         ("BertModel", {**FAMILIES["bert"].tiny, "hidden_act": "silu"}, None),
         ("BertModel", {**FAMILIES["bert"].tiny, "hidden_act": "mish"}, "without a fused operator"),
+        ("ModernBertModel", {**MODERN, "hidden_activation": "mish"}, "without a fused operator"),
+        ("ModernBertForMaskedLM", {**MODERN, "classifier_activation": "tanh"}, "its head has an activation"),
+        ("ModernBertModel", {**MODERN, "classifier_activation": "tanh"}, None),
+        ("ModernBertForMultipleChoice", MODERN, "without a fused head"),
+        ("ElectraForMultipleChoice", FAMILIES["electra"].tiny, "without a fused head"),
+        ("ElectraForCausalLM", {**FAMILIES["electra"].tiny, "is_decoder": True}, "without a fused head"),
+        ("MPNetForMultipleChoice", FAMILIES["mpnet"].tiny, "without a fused head"),
     ],
 )
 def test_what_cannot_be_emitted_says_why(class_name, sizes, reason):

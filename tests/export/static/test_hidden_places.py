@@ -24,7 +24,7 @@ from quantkit.runtime.static_decoder import StaticRow, join, open_raw, open_stat
 
 pytestmark = pytest.mark.once
 DECODERS = ("gpt2", "opt", "llama", "mistral", "qwen3", "gemma3")
-ENCODERS = ("BertModel", "RobertaModel", "DistilBertModel", "AlbertModel")
+ENCODERS = ("BertModel", "RobertaModel", "MPNetModel", "DistilBertModel", "AlbertModel")
 SPREADS = (5, 20, 50, 100)
 WIDTHS = {"16": Bits(), "16-8": Bits(products=8), "8": Bits(values=8, products=8)}
 TOKENS, PAST, VISIBLE = 12, 20, 8
@@ -43,7 +43,7 @@ def scale_queries(model, factor):
         elif place == "q_norm":
             offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
             module.weight.data = (module.weight.data + offset) * factor - offset
-        elif place in ("q_proj", "q_lin", "query"):
+        elif place in ("q_proj", "q_lin", "query", "q"):
             for parameter in module.parameters():
                 parameter.data *= factor
 

@@ -43,7 +43,7 @@ needs_qnn = pytest.mark.skipif(
     not plugin_devices(PROVIDERS["qnn"]), reason=f"no QNN plugin: {PROVIDERS['qnn'].install}"
 )
 TARGET = Target(opset=21, ir_version=10, domains=(), description="static graphs of standard operators")
-CLASSES = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert", "albert": "Albert"}
+CLASSES = {name: row.classes[0] for name, row in HEADS.items()}
 TASKS = (
     "Model",
     "ForMaskedLM",
@@ -57,6 +57,13 @@ CASES += [
     pytest.param("BertForMaskedLM", {**FAMILIES["bert"].tiny, "hidden_act": "relu"}, id="relu"),
     pytest.param("BertForMaskedLM", {**FAMILIES["bert"].tiny, "tie_word_embeddings": False}, id="untied"),
     pytest.param("RobertaModel", {**FAMILIES["roberta"].tiny, "type_vocab_size": 1}, id="one-type"),
+    pytest.param("ElectraModel", {**FAMILIES["electra"].tiny, "embedding_size": 32}, id="as-wide"),
+    pytest.param(
+        "ModernBertForMaskedLM",
+        {**FAMILIES["modernbert"].tiny, **FAMILIES["modernbert"].variants[0]},
+        id="biased",
+    ),
+    pytest.param("ModernBertModel", {**FAMILIES["modernbert"].tiny, "local_attention": 60}, id="wide-window"),
 ]
 EACH_TASK = (
     "BertModel",
@@ -64,6 +71,9 @@ EACH_TASK = (
     "DistilBertForSequenceClassification",
     "AlbertForQuestionAnswering",
     "BertForTokenClassification",
+    "MPNetModel",
+    "ElectraForSequenceClassification",
+    "ModernBertForMaskedLM",
 )
 PADDING_ID, LENGTH, COUNT, SHOWN = 1, 24, 20, 13
 WIDTHS = [Bits(), Bits(products=8), Bits(values=8, products=8)]
@@ -163,13 +173,14 @@ OPERATORS = {
     "Reshape": lambda a, sizes: a.reshape(sizes),
     "Transpose": lambda a, perm: a.transpose(perm),
     "Gather": lambda a, rows, axis: a.take(rows, axis),
+    "Concat": lambda *parts, axis: np.concatenate(parts, axis),
     "Tanh": np.tanh,
     "Relu": lambda a: np.maximum(a, 0),
     "Gelu": lambda a, approximate=b"none": torch.nn.functional.gelu(
         torch.from_numpy(a), approximate=approximate.decode()
     ).numpy(),
     "Softmax": lambda a, axis: torch.softmax(torch.from_numpy(a), axis).numpy(),
-    "LayerNormalization": lambda a, gain, bias, axis, epsilon: (
+    "LayerNormalization": lambda a, gain, bias=0, *, axis, epsilon: (
         (a - a.mean(axis, keepdims=True)) / np.sqrt(a.var(axis, keepdims=True) + epsilon) * gain + bias
     ),
 }
@@ -214,7 +225,7 @@ def by_formula(model, ranges, bits, feeds):
                 low, high = 0, 1
             elif node.op_type == "Tanh":
                 low, high = -1, 1
-            is_moved = node.op_type in ("Reshape", "Transpose", "Split", "Gather")
+            is_moved = node.op_type in ("Reshape", "Transpose", "Split", "Concat", "Gather")
             found[name] = value if is_moved else rounded(value, low, high, bits)
     return {each.name: found[each.name] for each in model.graph.output}
 
@@ -297,6 +308,13 @@ def test_what_has_no_static_graph_is_named(tmp_path):
     limit = FAMILIES["roberta"].tiny["max_position_embeddings"] - 2  # a row of padding, and one before it
     assert why_not_static_encoder(model_map, limit) is None
     assert f"{limit} positions" in why_not_static_encoder(model_map, limit + 1)
+    means = {**FAMILIES["modernbert"].tiny, "classifier_pooling": "mean"}
+    tokens = map_module(build_tiny("ModernBertForTokenClassification", means), name="tiny")
+    classifier = map_module(build_tiny("ModernBertForSequenceClassification", means), name="tiny")
+    assert why_not_static_encoder(tokens, LENGTH) is None
+    assert "mean of a text (classifier_pooling)" in why_not_static_encoder(classifier, LENGTH)
+    detector = map_module(build_tiny("ElectraForPreTraining", FAMILIES["electra"].tiny), name="tiny")
+    assert "one number a token" in why_not_static_encoder(detector, LENGTH)
     decoder = map_module(build_tiny("GPT2LMHeadModel", FAMILIES["gpt2"].tiny), name="gpt2")
     assert "no plain encoder" in why_not_static_encoder(decoder, LENGTH)
     with pytest.raises(InputError, match="no static graph"):
