@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from quantkit.export.operators import ACTIVATION_OPS
 from quantkit.export.walk import Operators, Stream, Walk, norm_at
@@ -28,7 +28,7 @@ from quantkit.model.model_map import (
 )
 from quantkit.quantization.layout import Pack
 
-OWN = "own"  # the activation of the head where the config sets it apart, or else of the blocks
+OWN: Final = "own"  # the activation of the head where the config sets it apart, or else of the blocks
 
 
 class Step(NamedTuple):

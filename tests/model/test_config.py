@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from quantkit.errors import InputError
 from quantkit.model.config import spelled_for
 from quantkit.model.inspect import inspect
 
@@ -96,3 +97,39 @@ def test_both_spellings_give_the_same_map(tmp_path, model_type):
 def test_dtype_is_the_same_fact():
     assert spelled_for({"dtype": "float16"}, 4) == {"torch_dtype": "float16"}
     assert spelled_for({"dtype": "float16"}, 5) == {"dtype": "float16"}
+
+
+MODERNBERT = {
+    "model_type": "modernbert",
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    },
+}
+
+
+def test_modernbert_of_transformers_5_under_4():
+    spelled = spelled_for(MODERNBERT, 4)
+    assert spelled["global_attn_every_n_layers"] == 2
+    assert (spelled["global_rope_theta"], spelled["local_rope_theta"]) == (500.0, 7.0)
+    assert not spelled.get("rope_scaling")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "every n-th layer"),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}
+                }
+            },
+            "one scaling",
+        ),
+    ],
+)
+def test_what_transformers_4_cannot_compute_of_modernbert_is_refused(changes, reason):
+    with pytest.raises(InputError, match=reason):
+        spelled_for({**MODERNBERT, **changes}, 4)
