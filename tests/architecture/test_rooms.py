@@ -19,6 +19,7 @@ ROOMS = (
     "evaluation",
     "export",
     "quantization",
+    "workers",
     "runtime",
     "recipe",
     "plan",
@@ -41,7 +42,7 @@ LIBRARIES = {  # the one room that imports it
     "jinja2.sandbox": "runtime/on_device/chat.py",  # templates of checkpoints
     "lm_eval": "evaluation/lm_eval",
     "websockets": "private",
-    "ray": "sweeps/ray.py",
+    "ray": "workers/ray.py",
 }
 TORCH_FREE = ("recipe", "errors", "progress", "plan", "runtime", "evaluation", "report", "cli")
 # Names under which anything could lie, so that in time everything does.

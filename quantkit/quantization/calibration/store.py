@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import InputError
 from quantkit.files import read_json, reading
+from quantkit.model.model_map import Layer
 from quantkit.quantization.calibration.running import Finished
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics
 from quantkit.quantization.calibration.tokens import Tokens
@@ -99,6 +100,19 @@ class StatisticsFile:
                 quantiles={name: (ends[0], ends[1]) for name, ends in ranges.items()} or None,
                 **arrays,
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixStatistics:
+    """The statistics of a projection's matrix, read when they are asked for; workers are sent this record."""
+
+    file: StatisticsFile
+    left_out: frozenset[str] = frozenset()  # matrices that count as not reached
+
+    def __call__(self, layer: Layer) -> InputStatistics | None:
+        if layer.matrix in self.left_out or layer.matrix not in self.file.located:
+            return None
+        return self.file.read(layer.matrix)
 
 
 def resume(
