@@ -22,7 +22,7 @@ class Shared:
         return pickle.loads(self.file.read_bytes() if self.file else self.content)
 
 
-_opened: dict[Callable[[Any], Any], tuple[str, Any]] = {}  # what this process has open, by its opener
+_opened: dict[tuple[str, Callable[[Any], Any]], Any] = {}  # what this process has open
 
 
 def shared_in_memory(value: Any) -> Shared:
@@ -37,11 +37,14 @@ def shared_in_file(value: Any, folder: Path) -> Shared:
     return Shared(digest=shared.digest, file=file)
 
 
-def opened(shared: Shared, opener: Callable[[Any], Any] = lambda value: value) -> Any:
-    """What an opener makes of a shared value; each opener keeps the last one, since it may be a model."""
-    known = _opened.get(opener)
-    if known is None or known[0] != shared.digest:
-        known = None
-        _opened.pop(opener, None)  # room for the next before it is made
-        _opened[opener] = (shared.digest, opener(shared.read()))
-    return _opened[opener][1]
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def opened(shared: Shared, opener: Callable[[Any], Any] = as_it_is) -> Any:
+    """What an opener makes of a shared value; the last one alone is kept, since it may be a model."""
+    place = (shared.digest, opener)
+    if place not in _opened:
+        _opened.clear()  # room for the next before it is made
+        _opened[place] = opener(shared.read())
+    return _opened[place]

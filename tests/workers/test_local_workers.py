@@ -46,7 +46,7 @@ def test_tasks_run_at_once_in_processes_of_one_thread_that_end():
 def test_an_error_of_a_task_is_raised_and_ends_no_worker():
     with workers_of(1) as workers:
         pid = workers.submit(os.getpid).result()
-        with pytest.raises(ValueError, match="math domain error|nonnegative"):
+        with pytest.raises(ValueError, match=r"math domain error|nonnegative"):
             workers.submit(math.sqrt, -1).result()
         assert workers.submit(os.getpid).result() == pid
 

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +269,9 @@ def _calibrate(
         _writing_at(folder, resolved),
         resolved.progress.stage("calibration", total=int(tokens_NT.size), unit="tokens") as count,
     ):
+        model = partial(torch_model, resolved.source, model_map, prepared.weights)
         file = collect(
-            torch_model(resolved.source, model_map, prepared.weights),
+            model(),
             tokens_NT,
             requested=needs,
             blocks=[block.name for block in model_map.blocks],
@@ -277,6 +279,8 @@ def _calibrate(
             batch=BATCH,
             seed=resolved.recipe.calibration.seed,
             progress=count,
+            workers=resolved.workers,
+            rebuild=partial(model, streams=True, keeps_block=True) if resolved.workers else None,
         )
     return file, prepared
 
