@@ -93,6 +93,9 @@ def run_group(
             store.write_hidden(work.folder, part + 1, outputs(), group)
         else:
             deque(outputs(), maxlen=0)
+    if num_groups > 1:
+        for sums in watch.running.values():
+            running.close(sums)
     return watch.running
 
 

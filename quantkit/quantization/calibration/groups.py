@@ -1,7 +1,8 @@
 """The sums of one group of windows and one part of the pass, on disk until all groups of the part are merged.
 
-A mark is written last and holds a checksum of the sums and of the hidden states that the group leaves for the
-next part: a group with a mark stands whole, and is not run again.
+Sums lie one behind the other in a plain file, so that they are written and read without a copy. A mark is
+written last: the places of the sums, and a checksum of them and of the hidden states that the group leaves
+for the next part. A group with a mark stands whole, and is not run again.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+import numpy as np
+import torch
 
 from quantkit.errors import InputError
 from quantkit.files import read_json
@@ -24,24 +25,24 @@ def _mark(folder: Path, part: int, group: int) -> Path:
 
 
 def _sums(folder: Path, part: int, group: int) -> Path:
-    return folder / f"sums_{part:04d}_{group:04d}.safetensors"
+    return folder / f"sums_{part:04d}_{group:04d}.bin"
 
 
 def write_group(folder: Path, part: int, group: int, sums: Mapping[str, running.Running]) -> None:
     """Write the sums, then the mark; the hidden states for the next part lie there already."""
-    arrays = {
-        f"{name}/{field}": tensor
-        for name, one in sums.items()
-        for field, tensor in running.arrays_of(one).items()
-    }
-    described = {name: [one.width, sorted(one.names)] for name, one in sums.items()}
-    path = _sums(folder, part, group)
-    with store.replacing(path) as unfinished:
-        save_file(arrays, unfinished, metadata={"inputs": json.dumps(described)})
+    path, inputs = _sums(folder, part, group), {}
+    with store.replacing(path) as unfinished, unfinished.open("wb") as file:
+        for name, one in sums.items():
+            places = {}
+            for field, tensor in running.arrays_of(one).items():
+                array = tensor.numpy()
+                places[field] = [array.dtype.str, array.shape, file.tell()]
+                file.write(array.data if array.size else b"")
+            inputs[name] = {"width": one.width, "names": sorted(one.names), "places": places}
     files = [path, store.hidden_path(folder, part + 1, group)]
     checks = {file.name: sum_of(file) for file in files if file.exists()}
     with store.replacing(_mark(folder, part, group)) as unfinished:
-        unfinished.write_text(json.dumps(checks), encoding="utf-8")
+        unfinished.write_text(json.dumps({"checks": checks, "inputs": inputs}), encoding="utf-8")
 
 
 def has_group(folder: Path, part: int, group: int) -> bool:
@@ -53,9 +54,9 @@ def is_whole(folder: Path, part: int, group: int) -> bool:
     if not has_group(folder, part, group):
         return False
     try:
-        checks = read_json(_mark(folder, part, group))
+        checks = read_json(_mark(folder, part, group))["checks"]
         return all(sum_of(folder / name) == check for name, check in checks.items())
-    except (InputError, OSError):
+    except (InputError, OSError, LookupError):
         return False
 
 
@@ -64,21 +65,19 @@ def forget(folder: Path, part: int, group: int) -> None:
 
 
 def read_group(folder: Path, part: int, group: int) -> dict[str, running.Running]:
-    with safe_open(_sums(folder, part, group), framework="pt") as file:
-        described = json.loads(file.metadata()["inputs"])
-        fields: dict[str, list[str]] = {name: [] for name in described}
-        keys = file.keys()
-        for key in keys:
-            name, _, field = key.rpartition("/")
-            fields[name].append(field)
-        return {
-            name: running.from_arrays(
-                width,
-                frozenset(names),
-                {field: file.get_tensor(f"{name}/{field}") for field in fields[name]},
+    path = _sums(folder, part, group)
+    sums = {}
+    for name, described in json.loads(_mark(folder, part, group).read_text(encoding="utf-8"))[
+        "inputs"
+    ].items():
+        tensors = {
+            field: torch.from_numpy(
+                np.fromfile(path, dtype, int(np.prod(shape)), offset=offset).reshape(shape)
             )
-            for name, (width, names) in described.items()
+            for field, (dtype, shape, offset) in described["places"].items()
         }
+        sums[name] = running.from_arrays(described["width"], frozenset(described["names"]), tensors)
+    return sums
 
 
 def merge_into(totals: dict[str, running.Running], sums: Mapping[str, running.Running]) -> None:

@@ -9,6 +9,7 @@ process with that number of threads.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -78,6 +79,8 @@ def run_parts_on_workers(
             if second_BT is not None and work.kind == store.BLOCKS:
                 require_same_calls(work.run.module, second_BT, work.recording, blocks=work.run.blocks)
                 second_BT = None
+            if not running_tasks:
+                time.sleep(ASK_AGAIN_SECONDS)
             timeout = ASK_AGAIN_SECONDS if claimed else None
             done = wait(running_tasks, timeout=timeout, return_when=FIRST_COMPLETED).done
             for future in done:
@@ -115,7 +118,8 @@ class _Progress:
             while part < len(self.parts) and groups.is_whole(work.folder, part, group):
                 self._count(part)
                 part += 1
-            groups.forget(work.folder, part, group)  # a damaged one
+            if groups.has_group(work.folder, part, group):  # damaged
+                groups.forget(work.folder, part, group)
             self._make_ready(part, group)
 
     def take(self, num_merged: int) -> Task | None:

@@ -6,8 +6,8 @@ float32 would lose a channel's small changes beside its large mean; the mean is 
 A second moment is symmetric, so only the panels on and right of its diagonal are computed and kept.
 
 Sums over groups of rows are merged in the order of the groups, each with a centre and draws of its own. So
-whoever computes a group and whoever merges, the sums have the same bits. Before merging, the mean goes back
-into the products in float64: the update of Chan, Golub and LeVeque (1979), about zero.
+whoever computes a group and whoever merges, the sums have the same bits. The products of a group are rounded
+to float32 about its own mean, and all means are put back in float64 at the end.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SAMPLE_ROWS = 512
 HELD_OUT_ROWS, HELD_OUT_SHARE = 256, 1 / 8  # at most, of the rows
 TENSORS = ("centre_I", "centred_sum_I", "peak_I", "sum_I", "magnitude_sum_I", "counts")  # of `Running`
 SAMPLES = ("sample", "held_out")
+Means = tuple[Tensor, Tensor, int]  # of a group: centre, sum of centred rows, rows of the second moment
 Finished = tuple[dict[str, Floats], dict[str, Any]]  # (arrays, plain values) by field of `InputStatistics`
 
 
@@ -54,6 +55,7 @@ class Running:
     panels: list[Tensor] = field(default_factory=list)  # float64, rows of the upper triangle
     centre_I: Tensor | None = None  # subtracted from the rows of the second moment
     centred_sum_I: Tensor | None = None
+    means: list[Means] = field(default_factory=list)  # of merged groups, in place of these two
     peak_I: Tensor | None = None
     sum_I: Tensor | None = None
     magnitude_sum_I: Tensor | None = None
@@ -186,17 +188,23 @@ def _smallest(
     return sample, rows_SI[torch.from_numpy(given_way)]
 
 
+def close(group: Running) -> None:
+    """End a group that will be merged: its products have the precision of the finished second moment."""
+    group.panels = [panel.float() for panel in group.panels]
+
+
 def merged(total: Running | None, group: Running) -> Running:
     """The sums over the rows of both; arrays of both are used up."""
     if total is None or not total.num_rows:
+        group.panels = [panel.double() for panel in group.panels]
         return group
     if not group.num_rows:
         return total
-    _put_mean_back(total)
-    _put_mean_back(group)
     for panel, added in zip(total.panels, group.panels, strict=False):
         panel.add_(added)
-    total.panels += group.panels[len(total.panels) :]  # where all rows so far are held out
+    total.panels += [panel.double() for panel in group.panels[len(total.panels) :]]  # the first ones
+    total.means = [*_means_of(total), *_means_of(group)]
+    total.centre_I = total.centred_sum_I = None
     for name in ("sum_I", "magnitude_sum_I", "counts"):
         ours, theirs = getattr(total, name), getattr(group, name)
         setattr(total, name, None if ours is None else ours.add_(theirs))
@@ -217,16 +225,11 @@ def _joined(one: Sample | None, other: Sample | None, most: int) -> Sample | Non
     return _smallest(one, other.rows_SI, other.draws_S, every, most)[0]
 
 
-def _put_mean_back(running: Running) -> None:
-    """Turn the products of centred rows into those of the rows themselves."""
+def _means_of(running: Running) -> list[Means]:
+    """What is left of the products of centred rows, by group."""
     if running.centre_I is None or running.centred_sum_I is None:
-        return
-    centre_I, sum_I = running.centre_I.double(), running.centred_sum_I
-    whole_sum_I = sum_I + running.num_products * centre_I
-    for number, panel in enumerate(running.panels):
-        rows, columns = slice(number * PANEL, number * PANEL + len(panel)), slice(number * PANEL, None)
-        panel.addr_(centre_I[rows], sum_I[columns]).addr_(whole_sum_I[rows], centre_I[columns])
-    running.centre_I = running.centred_sum_I = None
+        return running.means
+    return [(running.centre_I.double(), running.centred_sum_I, running.num_products)]
 
 
 def arrays_of(running: Running) -> dict[str, Tensor]:
@@ -288,16 +291,15 @@ def finish(running: Running) -> Finished:
 
 def _second_moment(running: Running) -> Floats:
     moment_II = np.empty((running.width, running.width), np.float32)
-    centre_I = rest_I = None
-    if running.centre_I is not None and running.centred_sum_I is not None:  # of a single group
-        centre_I, rest_I = running.centre_I.double(), running.centred_sum_I / running.num_products
+    means, count = _means_of(running), running.num_products
+    # With S the products of centred rows, s their sum and c the centre: S + c s^T + (s + n c) c^T.
+    left_IM = torch.stack([v for c_I, s_I, n in means for v in (c_I, (s_I + n * c_I))], 1)
+    right_MI = torch.stack([v for c_I, s_I, _ in means for v in (s_I, c_I)])
     panels, running.panels = running.panels[::-1], []
     for begin in range(0, running.width, PANEL):
-        panel = panels.pop().div_(running.num_products)
+        panel = panels.pop()
         rows, columns = slice(begin, begin + len(panel)), slice(begin, None)
-        if centre_I is not None and rest_I is not None:
-            panel.addr_(centre_I[rows], rest_I[columns])
-            panel.addr_((rest_I + centre_I)[rows], centre_I[columns])
+        panel.addmm_(left_IM[rows], right_MI[:, columns]).div_(count)
         moment_II[rows, columns] = panel.numpy()
         square = np.triu(moment_II[rows, rows])  # the other half differs by rounding
         moment_II[rows, rows] = square + np.triu(square, 1).T

@@ -42,8 +42,9 @@ from quantkit.runtime.manifest import sum_of
 FORMAT_VERSION = 4  # 4: sums of groups of windows
 INDEX = "index.json"
 VALUES = {"range", "histogram"}  # statistics that are no arrays
-GROUP_FILES = ("group_*.json", "sums_*.safetensors", "claim_*.json")  # of `groups` and `claims`
+GROUP_FILES = ("group_*.json", "sums_*.bin", "claim_*.json")  # of `groups` and `claims`
 BEGIN_SECONDS = 10
+READS = 4  # of an index that another process writes
 AGAIN = "run the calibration again"
 PLAIN_FIELDS = ("key", "num_tokens", "kind", "reason", "done", "is_finished")  # of `StatisticsFile`
 
@@ -135,11 +136,7 @@ def resume(
     In a shared folder the index is written at once, so that no process empties what another one has begun.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = None
-    try:
-        file = read_index(folder)
-    except InputError as error:
-        print(f"quantkit: statistics are made again: {error}", file=sys.stderr)
+    file = _earlier(folder, tries=READS if is_shared else 1)
     if file is not None and file.key == key:
         _remove_torn(folder)
         return file
@@ -155,6 +152,18 @@ def resume(
         begun.unlink()
         return fresh
     return _begun_elsewhere(begun, fresh)
+
+
+def _earlier(folder: Path, *, tries: int) -> StatisticsFile | None:
+    """The statistics of an earlier run; another process may replace files while they are read."""
+    for left in reversed(range(tries)):
+        try:
+            return read_index(folder)
+        except InputError as error:
+            if not left:
+                print(f"quantkit: statistics are made again: {error}", file=sys.stderr)
+        time.sleep(0.5 if left else 0)
+    return None
 
 
 def _begun_elsewhere(begun: Path, fresh: StatisticsFile) -> StatisticsFile:
@@ -235,13 +244,16 @@ def write_index(file: StatisticsFile) -> None:
     kept = sorted(file.folder.glob("part_*.safetensors"))
     kept += [] if file.is_finished else sorted(file.folder.glob(f"hidden_{file.done:04d}_*.bin"))
     known = read_json(file.folder / INDEX)["sums"] if (file.folder / INDEX).exists() else {}
-    index = {
+    index: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "wanted": {matrix: sorted(names) for matrix, names in file.requested.items()},
         "located": file.located,
         **{name: getattr(file, name) for name in PLAIN_FIELDS},
-        "sums": {path.name: known.get(path.name) or sum_of(path) for path in kept},
+        "sums": {},
     }
+    for path in kept:
+        with suppress(FileNotFoundError):  # another process that fills this folder needs it no more
+            index["sums"][path.name] = known.get(path.name) or sum_of(path)
     index["checksum"] = _checksum(index)
     with replacing(file.folder / INDEX) as unfinished:
         unfinished.write_text(json.dumps(index), encoding="utf-8")

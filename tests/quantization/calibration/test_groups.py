@@ -48,6 +48,7 @@ TOKENS = np.random.default_rng(0).integers(1, 60, (11, 13))  # 6 groups of 2 win
 def sums_of(x_TI, names, number, count):
     sums = running.start(x_TI.shape[1], frozenset(names), 3, group=number, num_groups=count)
     running.add(sums, torch.from_numpy(x_TI))
+    running.close(sums)
     return sums
 
 
@@ -220,7 +221,7 @@ def test_an_interrupted_run_goes_on_with_groups_that_stand_undamaged(tmp_path, m
             calibrate(model_folder, folder, workers, progress=stop_after(TOKENS.size // 2))
         standing = sorted(folder.glob("group_*.json"))
         assert standing
-        damaged = folder / standing[-1].name.replace("group", "sums").replace("json", "safetensors")
+        damaged = folder / standing[-1].name.replace("group", "sums").replace("json", "bin")
         content = bytearray(damaged.read_bytes())
         content[-3] ^= 1
         damaged.write_bytes(content)
