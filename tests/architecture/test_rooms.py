@@ -44,7 +44,7 @@ LIBRARIES = {  # the one room that imports it
     "websockets": "private",
     "ray": "workers/ray.py",
 }
-TORCH_FREE = ("recipe", "errors", "progress", "plan", "runtime", "evaluation", "report", "cli")
+TORCH_FREE = ("recipe", "errors", "progress", "plan", "runtime", "workers", "evaluation", "report", "cli")
 # Names under which anything could lie, so that in time everything does.
 VAGUE = {"utils", "util", "helpers", "helper", "base", "manager", "common", "misc"}
 FILES = {path.relative_to(PACKAGE): path for path in sorted(PACKAGE.rglob("*.py"))}

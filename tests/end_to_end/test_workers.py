@@ -92,6 +92,15 @@ def test_the_artifact_of_a_mixture_of_experts_does_not_either(tmp_path, model):
     assert quantized(tmp_path / "mixture", "by-2", scheme="int4_block32", fit="gptq", workers=2) == alone
 
 
+@pytest.mark.slow
+def test_ray_writes_the_bytes_of_one_process(model):
+    pytest.importorskip("ray", reason="pip install 'quantkit-onnx[ray]'")
+    options = {"scheme": "int4_block32", "fit": "gptq"}
+    assert quantized(model, "by-ray", engine="ray", workers=2, **options) == quantized(
+        model, "alone", **options
+    )
+
+
 def test_flags_that_no_engine_takes_are_refused_before_any_work(model):
     for options, message in (
         ({"workers": 0}, "0 workers"),

@@ -66,10 +66,9 @@ def forget(folder: Path, part: int, group: int) -> None:
 
 def read_group(folder: Path, part: int, group: int) -> dict[str, running.Running]:
     path = _sums(folder, part, group)
+    mark = json.loads(_mark(folder, part, group).read_text(encoding="utf-8"))
     sums = {}
-    for name, described in json.loads(_mark(folder, part, group).read_text(encoding="utf-8"))[
-        "inputs"
-    ].items():
+    for name, described in mark["inputs"].items():
         tensors = {
             field: torch.from_numpy(
                 np.fromfile(path, dtype, int(np.prod(shape)), offset=offset).reshape(shape)

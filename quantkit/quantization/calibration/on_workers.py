@@ -103,6 +103,12 @@ def run_parts_on_workers(
     return file
 
 
+def waiting_bytes(work: Pass, hidden_bytes: int) -> int:
+    """Disk space of the sums and hidden states that wait for the last group of a part."""
+    largest = max((work.run.stored_bytes(inputs) for inputs in work.parts), default=0)
+    return (AHEAD + 1) * (len(work.run.groups) * largest // 2 + hidden_bytes)  # half of a symmetric matrix
+
+
 class _Progress:
     """Which tasks are ready, and which parts are merged."""
 

@@ -26,7 +26,7 @@ from quantkit.quantization.calibration.inputs import (
     shared_inputs,
 )
 from quantkit.quantization.calibration.listing import list_part, write_totals
-from quantkit.quantization.calibration.on_workers import Rebuild, run_parts_on_workers
+from quantkit.quantization.calibration.on_workers import Rebuild, run_parts_on_workers, waiting_bytes
 from quantkit.quantization.calibration.recording import record_calls
 from quantkit.quantization.calibration.replay import NotBlockwiseError, head_left_out
 from quantkit.quantization.calibration.store import APART, BLOCKS, WAYS, WHOLE
@@ -111,8 +111,9 @@ def _run(
         parts = _parts_of(run, inputs, file.kind, memory_bytes)
         work = Pass(run=run, recordings=recordings, kind=file.kind, parts=parts, folder=file.folder)
         like = recording.like if file.kind == BLOCKS else None
-        hidden_bytes = 2 * len(run.tokens_BT) * like[0].nbytes if like is not None else 0
-        _require_room(file.folder, hidden_bytes + run.stored_bytes(inputs))
+        hidden_bytes = len(run.tokens_BT) * like[0].nbytes if like is not None else 0
+        waiting = waiting_bytes(work, hidden_bytes) if workers else 2 * hidden_bytes
+        _require_room(file.folder, waiting + run.stored_bytes(inputs))
         if file.kind == BLOCKS and not store.has_hidden(file.folder, file.done, len(run.groups)):
             file = replace(file, done=0, located={})
         try:
