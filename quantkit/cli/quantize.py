@@ -81,6 +81,14 @@ def quantize(
         Path | None, typer.Option(help="keep calibration statistics in this folder, and use them again")
     ] = None,
     resumes: Annotated[bool, typer.Option("--resume/--no-resume", help="continue an interrupted run")] = True,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="processes that calibrate and round, a thread each  [default: this one]"),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="of the workers: local, or ray")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="ray: HOST:PORT of a cluster, or auto  [default: this machine]")
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="cpu, cpu-avx2, cpu-arm, gpu, npu, openvino  [default: cpu]")
     ] = None,
@@ -167,6 +175,9 @@ def quantize(
         trust_remote_code=trust_remote_code,
         statistics=statistics,
         resume=resumes,
+        workers=workers,
+        engine=engine,
+        address=address,
         quiet=False,
         **options,
     )

@@ -6,7 +6,7 @@ recipe -> resolved -> prepared -> written -> measured -> report
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -26,6 +26,8 @@ from quantkit.pipeline.stages.search import require_target_size, write_within_bu
 from quantkit.pipeline.stages.write import write
 from quantkit.progress import Progress
 from quantkit.recipe import RECIPE_FILE, Recipe, dump_recipe, load_recipe
+from quantkit.workers.open import open_workers, require_engine
+from quantkit.workers.record import IN_THIS_PROCESS, WorkerSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +43,7 @@ class Run:
     trust_remote_code: bool = False
     statistics: Path | None = None  # a folder that keeps calibration statistics
     resume: bool = True  # continue with the statistics of an interrupted run
+    workers: WorkerSettings = IN_THIS_PROCESS
     quiet: bool = False
 
 
@@ -56,6 +59,9 @@ def quantize(
     trust_remote_code: bool = False,
     statistics: str | Path | None = None,
     resume: bool = True,
+    workers: int | None = None,
+    engine: str = "local",
+    address: str | None = None,
     quiet: bool = True,
     **options: Unpack[Options],
 ) -> Artifact:
@@ -73,6 +79,9 @@ def quantize(
         trust_remote_code: Run code that ships with the checkpoint.
         statistics: A folder that keeps calibration statistics for other runs.
         resume: Continue with the statistics of an interrupted run.
+        workers: Processes of one thread that calibrate and round; None computes in this process.
+        engine: "local" or "ray", which starts the workers.
+        address: HOST:PORT of a Ray cluster, or "auto"; None starts Ray on this machine.
         quiet: Write no progress to stderr.
         **options: Keys of the recipe, see `Options`; None leaves a key as it is.
 
@@ -98,6 +107,7 @@ def quantize(
         trust_remote_code=trust_remote_code,
         statistics=Path(statistics) if statistics else None,
         resume=resume,
+        workers=WorkerSettings(number=workers, engine=engine, address=address),
         quiet=quiet,
     )
     recipe = with_options(base, options)
@@ -115,16 +125,18 @@ def run(
     recipe: Recipe, settings: Run, *, source: Source | None = None, progress: Progress | None = None
 ) -> Artifact:
     """The stages; the output appears when all of them are done."""
+    require_engine(settings.workers)
     progress = progress or Progress(quiet=settings.quiet)
     resolved, output = resolved_run(recipe, settings, progress, source=source)
     with new_artifact(output, force=settings.force) as folder, resumable(resolved):
-        prepared = prepare(resolved)
         write_companions(resolved.source, resolved.model_map, folder, target_name=resolved.recipe.target)
-        if resolved.recipe.searches:
-            written = write_within_budget(prepared, folder, keeps_checkpoint=settings.keep_checkpoint)
-        else:
-            layers = resolved.recipe.layers
-            written = write(prepared, folder, layers, keeps_checkpoint=settings.keep_checkpoint)
+        with open_workers(settings.workers) as workers:
+            prepared = prepare(replace(resolved, workers=workers))
+            if resolved.recipe.searches:
+                written = write_within_budget(prepared, folder, keeps_checkpoint=settings.keep_checkpoint)
+            else:
+                layers = resolved.recipe.layers
+                written = write(prepared, folder, layers, keeps_checkpoint=settings.keep_checkpoint)
         (folder / RECIPE_FILE).write_text(dump_recipe(written.recipe), encoding="utf-8")
         with float_twin(written, folder) as twin:
             measured = measure_written(written, folder, twin)

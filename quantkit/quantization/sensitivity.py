@@ -3,8 +3,9 @@
 The original runs in torch. For each pack and format the pack's weights are replaced by their fitted values,
 its input is rounded as the runtime would round it, everything else stays as it is, and the KL divergence of
 the next token is taken against the original. Every loss is written to a file as soon as it is known, so that
-an interrupted run continues where it stopped. HAWQ (https://arxiv.org/abs/1905.03696) ranks layers by
-curvature; a forward pass costs less than a Hessian here, and includes the rounding of inputs.
+an interrupted run continues where it stopped; on workers each loss is a task. HAWQ
+(https://arxiv.org/abs/1905.03696) ranks layers by curvature; a forward pass costs less than a Hessian here,
+and includes the rounding of inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ from quantkit.quantization.rounding.apply import input_grid, prepared_fit
 from quantkit.quantization.search import Choice, PackOptions
 from quantkit.quantization.simulate import input_hook, rounding_of
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
+from quantkit.workers.record import THREADS, Workers
+from quantkit.workers.shared import opened
 
 VERSION = 3  # of the method: a change invalidates older losses
 
@@ -49,7 +54,7 @@ def format_named(name: str, pack: Pack) -> Format:
 
 
 def measure_sensitivity(
-    module: nn.Module,
+    module: nn.Module | None,
     model_map: ModelMap,
     packs: Sequence[Pack],
     names: Sequence[str],
@@ -60,30 +65,105 @@ def measure_sensitivity(
     cache: Path,
     key: str,
     progress: Callable[[int], None] = lambda _: None,
+    workers: Workers | None = None,
+    rebuild: Callable[[], nn.Module] | None = None,
 ) -> tuple[PackOptions, ...]:
-    """The loss of every pack in every format by itself; "float" loses nothing. Costs are left at 0."""
+    """The loss of every pack in every format by itself; "float" loses nothing. Costs are left at 0.
+
+    Workers get the model from `rebuild` instead of `module`; each holds all of it.
+    """
     tokens_digest = hashlib.sha256(np.ascontiguousarray(tokens_BT, np.int64).tobytes()).hexdigest()
     digest = hashlib.sha256(json.dumps([VERSION, key, fit, tokens_digest]).encode()).hexdigest()
     cached = _read(cache, digest)
-    modules = modules_by_name(module)
-    references: list[Tensor] = []
+    trials = {_label(pack, name): (pack, name) for pack in packs for name in names}
+    missing = {label: trial for label, trial in trials.items() if label not in cached}
+    progress(len(trials) - len(missing))
+    if workers:
+        assert rebuild
+        losses = _on_workers(workers, SentTrials(rebuild, tokens_BT, fit, statistics), missing)
+    else:
+        assert module
+        losses = _in_this_process(module, tokens_BT, fit, statistics, missing)
+    for label, loss in losses:
+        cached[label] = loss
+        _write(cache, digest, cached)
+        progress(1)
     table = []
     for pack in packs:
-        losses = {FLOAT: 0.0}
-        for name in names:
-            label = f"{pack.name}: {name}"
-            if label not in cached:
-                if not references:
-                    references = [_log_probabilities(module, window) for window in tokens_BT]
-                with _replaced(modules, pack, format_named(name, pack), fit=fit, statistics=statistics):
-                    cached[label] = _divergence(module, tokens_BT, references, label)
-                _write(cache, digest, cached)
-            losses[name] = cached[label]
-            progress(1)
-        options = tuple(Choice(format=name, loss=loss) for name, loss in losses.items())
+        known = {FLOAT: 0.0} | {name: cached[_label(pack, name)] for name in names}
+        options = tuple(Choice(format=name, loss=loss) for name, loss in known.items())
         layers = tuple(layer.name for layer in pack.layers)
         table.append(PackOptions(name=pack.name, layers=layers, options=options))
     return tuple(table)
+
+
+Trial = tuple[Pack, str]  # the name of a format
+
+
+def _label(pack: Pack, name: str) -> str:
+    return f"{pack.name}: {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class SentTrials:
+    """Everything that all trials share, as workers are sent it."""
+
+    rebuild: Callable[[], nn.Module]
+    tokens_BT: Tokens
+    fit: str
+    statistics: StatisticsOf
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The model beside its predictions."""
+
+    module: nn.Module
+    modules: Mapping[str, nn.Module]
+    tokens_BT: Tokens
+    references: Sequence[Tensor]
+    fit: str
+    statistics: StatisticsOf
+
+    def loss(self, pack: Pack, name: str) -> float:
+        chosen = format_named(name, pack)
+        with _replaced(self.modules, pack, chosen, fit=self.fit, statistics=self.statistics):
+            return _divergence(self.module, self.tokens_BT, self.references, _label(pack, name))
+
+
+def _original(module: nn.Module, tokens_BT: Tokens, fit: str, statistics: StatisticsOf) -> Original:
+    references = [_log_probabilities(module, window) for window in tokens_BT]
+    return Original(module, modules_by_name(module), tokens_BT, references, fit, statistics)
+
+
+def _in_this_process(
+    module: nn.Module, tokens_BT: Tokens, fit: str, statistics: StatisticsOf, trials: Mapping[str, Trial]
+) -> Iterator[tuple[str, float]]:
+    if trials:
+        original = _original(module, tokens_BT, fit, statistics)
+        for label, trial in trials.items():
+            yield label, original.loss(*trial)
+
+
+def _on_workers(
+    workers: Workers, sent: SentTrials, trials: Mapping[str, Trial]
+) -> Iterator[tuple[str, float]]:
+    """Losses in the order of their ends."""
+    shared = workers.share(sent)
+    labels = {workers.submit(trial_loss, shared, *trial): label for label, trial in trials.items()}
+    for done in as_completed(labels):
+        yield labels[done], done.result()
+
+
+def trial_loss(shared: Any, pack: Pack, name: str) -> float:
+    """The loss of one pack in one format; runs in a worker."""
+    original: Original = opened(shared, open_trials)
+    return original.loss(pack, name)
+
+
+def open_trials(sent: SentTrials) -> Original:
+    torch.set_num_threads(THREADS)
+    return _original(sent.rebuild(), sent.tokens_BT, sent.fit, sent.statistics)
 
 
 @contextmanager

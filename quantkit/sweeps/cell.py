@@ -6,7 +6,6 @@ cores or for a share of them, and waits for a line on stdin. It ends with the pr
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
@@ -22,9 +21,9 @@ from typing import IO, Any
 
 from quantkit.errors import InputError
 from quantkit.progress import Advance, Progress
+from quantkit.workers.process import end_with_parent
 
 TIMED = ("latency", "roofline", "times of products")  # stages whose figure is a time of this machine
-PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 ALL_CORES, SHARED_CORES = "all cores", "shared cores"
 
 
@@ -68,12 +67,6 @@ def main() -> None:
     print(json.dumps(result), file=requests, flush=True)
 
 
-def end_with_parent() -> None:
-    """Let Linux end this process with its supervisor even while it is stopped and reads no stdin."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
 def _listen(answers: queue.Queue[str]) -> None:
     """Pass the supervisor's lines on; end this process and those that it started when it is gone."""
     for line in sys.stdin:
@@ -88,7 +81,7 @@ def _run(job: Mapping[str, Any], progress: SupervisedProgress) -> dict[str, Any]
     try:
         from quantkit.pipeline.quantize import Run, run
         from quantkit.recipe import check_recipe
-        from quantkit.sweeps.versions import require_versions
+        from quantkit.workers.versions import require_versions
 
         require_versions(job["versions"], host=job["host"])
         settings = Run(

@@ -12,7 +12,7 @@ from quantkit.pipeline.dry_run import dry_run
 from quantkit.sweeps.grid import cells_of
 from quantkit.sweeps.results import with_state
 from quantkit.sweeps.run import folder_of, opened, planned_rows
-from quantkit.sweeps.versions import installed_versions
+from quantkit.workers.versions import installed_versions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

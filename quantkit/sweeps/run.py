@@ -27,7 +27,7 @@ from quantkit.sweeps.results import (
 )
 from quantkit.sweeps.rows import FREE, RECORDS, Row, record_path, recorded, write_json
 from quantkit.sweeps.supervise import Job
-from quantkit.sweeps.versions import installed_versions
+from quantkit.workers.versions import installed_versions
 
 ENGINES: Mapping[str, Callable[[EngineSettings], AbstractContextManager[RunJobs]]] = {
     "local": local_engine,

@@ -19,6 +19,7 @@ ROOMS = (
     "evaluation",
     "export",
     "quantization",
+    "workers",
     "runtime",
     "recipe",
     "plan",
@@ -41,9 +42,9 @@ LIBRARIES = {  # the one room that imports it
     "jinja2.sandbox": "runtime/on_device/chat.py",  # templates of checkpoints
     "lm_eval": "evaluation/lm_eval",
     "websockets": "private",
-    "ray": "sweeps/ray.py",
+    "ray": "workers/ray.py",
 }
-TORCH_FREE = ("recipe", "errors", "progress", "plan", "runtime", "evaluation", "report", "cli")
+TORCH_FREE = ("recipe", "errors", "progress", "plan", "runtime", "workers", "evaluation", "report", "cli")
 # Names under which anything could lie, so that in time everything does.
 VAGUE = {"utils", "util", "helpers", "helper", "base", "manager", "common", "misc"}
 FILES = {path.relative_to(PACKAGE): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,13 +12,19 @@ import torch
 from exporting import build_tiny, export
 from stored import stored_scale
 
-from quantkit.model.inspect import map_module
+from quantkit.model.inspect import inspect_source, map_module
+from quantkit.model.load import open_source
+from quantkit.model.weights.open import open_weights
+from quantkit.model.weights.torch_model import torch_model
 from quantkit.plan.formats import in_blocks
 from quantkit.plan.select import choose
+from quantkit.quantization.calibration.statistics import no_statistics
 from quantkit.quantization.layout import contents_of
 from quantkit.quantization.sensitivity import measure_sensitivity
 from quantkit.quantization.simulate import round_blocks
 from quantkit.runtime.decoder import open_decoder
+from quantkit.workers.open import open_workers
+from quantkit.workers.record import WorkerSettings
 
 SIZES = {"vocab_size": 61, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 40}
 LLAMA = {
@@ -143,3 +150,30 @@ def test_what_is_known_is_not_measured_again(tmp_path):
     assert run(key="other") == first, "figures of another model are not taken"
     cache.write_text("{")
     assert run() == first, "a damaged file is no obstacle"
+
+
+@pytest.mark.slow
+def test_workers_measure_the_losses_of_one_process(tmp_path):
+    build_tiny("LlamaForCausalLM", LLAMA).save_pretrained(tmp_path / "model")
+    source = open_source(tmp_path / "model")
+    model_map = inspect_source(source)
+    weights = open_weights(source, model_map, random_weights=False)
+    build = partial(torch_model, source, model_map, weights)
+    _, units = units_of(build())
+
+    def run(module, name, **options):
+        return measure_sensitivity(
+            module, model_map, units, ["int8_block32", "int4_block32"], TOKENS,
+            fit="rtn", statistics=no_statistics, cache=tmp_path / name, key="tiny", **options,
+        )  # fmt: skip
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = run(build(), "alone.json")
+    finally:
+        torch.set_num_threads(threads)
+    progress = []
+    with open_workers(WorkerSettings(number=2)) as workers:
+        assert run(None, "spread.json", workers=workers, rebuild=build, progress=progress.append) == alone
+    assert sum(progress) == 2 * len(units)

@@ -18,7 +18,7 @@ from quantkit.runtime.machine.disk import LOCKS
 from quantkit.sweeps.cell import TIMED
 from quantkit.sweeps.results import RESULTS_FILE, sole_sweep
 from quantkit.sweeps.run import sweep
-from quantkit.sweeps.versions import installed_versions, require_versions
+from quantkit.workers.versions import installed_versions, require_versions
 
 pytestmark = pytest.mark.once
 OFF = {"accuracy": False, "latency": False, "memory": False}

@@ -8,7 +8,7 @@ built and are in no checkpoint. Each parameter is then filled a few rows at a ti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from quantkit.model.names import checkpoint_name
 from quantkit.model.unknown.probes import norm_kind_of
 from quantkit.model.weights.tensors import TensorSource
 
+Drop = Callable[..., None]  # the weights of a block
 CHUNK_VALUES = 1 << 22
 FACTORS = "input_factors"
 
@@ -34,12 +35,13 @@ def torch_model(
     dtype: torch.dtype = torch.float32,
     *,
     streams: bool = False,
+    keeps_block: bool = False,
 ) -> nn.Module:
     """The module that the map describes, in evaluation mode, with these weights.
 
     With `streams` only the weights of the running block, and of its running expert, are held: read when it is
-    entered and dropped when it is left. Tables read single rows and the head has no weights: enough to see
-    the inputs of projections.
+    entered and dropped when it is left, or with `keeps_block` when another block is entered. Tables read
+    single rows and the head has no weights: enough to see the inputs of projections.
     """
     config = make_config(source)
     config.dtype = dtype
@@ -58,7 +60,8 @@ def torch_model(
         shared.setdefault(id(parameter), []).append(path)
     preferred = _names_in_use(model_map)
     waiting: dict[str, list[tuple[str, str]]] = {}  # block -> (path, name) of what it reads when entered
-    holders = set(_held_together(model_map, modules)) if streams else set()
+    holders = set(_held_together(model_map, modules, with_experts=not keeps_block)) if streams else set()
+    held: list[Drop] | None = [] if keeps_block else None
     heads = [f"{layer.matrix}.weight" for layer in model_map.layers if layer.role is Role.LM_HEAD]
     tables = [f"{table.name}.weight" for table in model_map.embeddings]
     for paths in shared.values():
@@ -78,14 +81,14 @@ def torch_model(
         elif not (streams and stored in heads):
             _put(module, paths, _filled(tensors, stored, module.get_parameter(paths[0]), dtype))
     for block, parts in waiting.items():
-        _fill_on_entry(module, block, parts, tensors, dtype)
+        _fill_on_entry(module, block, parts, tensors, dtype, held)
     return module.eval()
 
 
-def _held_together(model_map: ModelMap, modules: Mapping[str, str]) -> Iterator[str]:
+def _held_together(model_map: ModelMap, modules: Mapping[str, str], *, with_experts: bool) -> Iterator[str]:
     """Blocks and experts."""
     yield from (modules[block.name] for block in model_map.blocks)
-    experts = (layer.matrix for layer in model_map.layers if layer.expert is not None)
+    experts = (layer.matrix for layer in model_map.layers if with_experts and layer.expert is not None)
     yield from (modules[matrix].rpartition(".")[0] for matrix in experts)
 
 
@@ -124,11 +127,23 @@ def _look_up(embedding: nn.Module, tensors: TensorSource, name: str, dtype: torc
 
 
 def _fill_on_entry(
-    module: nn.Module, block: str, parts: Sequence[tuple[str, str]], tensors: TensorSource, dtype: torch.dtype
+    module: nn.Module,
+    block: str,
+    parts: Sequence[tuple[str, str]],
+    tensors: TensorSource,
+    dtype: torch.dtype,
+    held: list[Drop] | None,
 ) -> None:
+    """`held` is how to drop the block that was entered last; None: every block is dropped when it is left."""
     shapes = {path: module.get_parameter(path) for path, _ in parts}
 
     def enter(*_: object) -> None:
+        if held is not None:
+            if held == [leave]:
+                return
+            for drop in held:
+                drop()
+            held[:] = [leave]
         for path, name in parts:
             _put(module, [path], _filled(tensors, name, shapes[path], dtype))
 
@@ -137,7 +152,8 @@ def _fill_on_entry(
             _put(module, [path], empty)
 
     module.get_submodule(block).register_forward_pre_hook(enter)
-    module.get_submodule(block).register_forward_hook(leave)
+    if held is None:
+        module.get_submodule(block).register_forward_hook(leave)
 
 
 def _names_in_use(model_map: ModelMap) -> set[str]:

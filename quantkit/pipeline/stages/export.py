@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from quantkit.plan.formats import BITS_IN_HALVES, SCHEMES, Format, Grid
 from quantkit.plan.plan import Plan
 from quantkit.plan.select import choose
 from quantkit.plan.targets import DEFAULT_TARGET, TARGETS, Target, format_on
-from quantkit.quantization.calibration.statistics import StatisticsOf
+from quantkit.quantization.calibration.statistics import StatisticsOf, no_statistics
 from quantkit.quantization.checkpoint import reserve_checkpoint, write_checkpoint
 from quantkit.quantization.layout import Checkpoint, Contents, contents_of, formats_of, planned_bytes
 from quantkit.quantization.projections import weight_name
@@ -52,10 +53,12 @@ from quantkit.quantization.rounding import PLAIN
 from quantkit.quantization.rounding.apply import quantized_parts
 from quantkit.quantization.rounding.errors import Sums
 from quantkit.quantization.rounding.histograms import weight_histograms, worst_packs
+from quantkit.quantization.rounding.on_workers import parts_on_workers
 from quantkit.quantization.rounding.pack_histograms import PackHistograms
 from quantkit.recipe import Static
 from quantkit.runtime.graph import MODEL_FILE
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, read_stop_ids
+from quantkit.workers.record import Workers
 
 WEIGHTS_FILE = "weights.safetensors"
 NOTHING = 1 << 62  # a min_dim that no projection reaches
@@ -75,12 +78,13 @@ class ExportJob:
     fit: str = PLAIN
     layers: Mapping[str, str] = field(default_factory=dict)  # pattern -> a scheme of its own, or "float"
     adds_biases: bool = False  # bias correction
-    statistics: StatisticsOf = lambda _: None
+    statistics: StatisticsOf = no_statistics
     original: Path | None = None  # folder of the source; a traced model needs it
     single_file_bytes: int = 64 << 20  # larger weights lie beside the graph
     keeps_checkpoint: bool = False
     static: Static = field(default_factory=Static)  # lengths of a target with fixed shapes
     windows_NT: NDArray[np.int64] | None = None  # calibration text of a target with fixed shapes
+    workers: Workers | None = None  # that round packs; None: this process
 
     @property
     def profile(self) -> Target:
@@ -286,7 +290,8 @@ def write_rounded(
     """(the quantized checkpoint that graphs are made from, rounding errors by pack)."""
     require_tensors(contents, job.weights, job.model_map.name)
     losses: dict[str, Sums] = {}
-    parts = quantized_parts(
+    rounding = partial(parts_on_workers, job.workers) if job.workers else quantized_parts
+    parts = rounding(
         contents,
         job.weights,
         gain_offset=job.model_map.norm_gain_offset,

@@ -13,13 +13,14 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.model.model_map import Layer, ModelMap
+from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.folder import HELD, claim
@@ -33,11 +34,11 @@ from quantkit.pipeline.stages.export import projection_formats
 from quantkit.pipeline.stages.resolve import Resolved, plan_of
 from quantkit.plan.formats import SCHEMES, Format
 from quantkit.plan.plan import Plan
-from quantkit.quantization.calibration.output_weights import weigh_outputs, weighed_layers, with_gradients
+from quantkit.quantization.calibration.output_weights import WithGradients, weigh_outputs, weighed_layers
 from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.quick import quick_magnitudes
-from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics, StatisticsOf
-from quantkit.quantization.calibration.store import StatisticsFile
+from quantkit.quantization.calibration.statistics import FIELDS, StatisticsOf, no_statistics
+from quantkit.quantization.calibration.store import MatrixStatistics, StatisticsFile
 from quantkit.quantization.rounding import FITS
 from quantkit.quantization.transforms import TRANSFORMS, Transform
 from quantkit.quantization.transforms.alpha import Smoothing
@@ -60,7 +61,7 @@ class Prepared:
     weights: TensorSource
     plan: Plan
     formats: Mapping[str, Format]
-    statistics: StatisticsOf = lambda _: None
+    statistics: StatisticsOf = no_statistics
     smoothing: tuple[Smoothing, ...] = ()
     notes: tuple[str, ...] = ()
     key: str = ""  # identifies the weights and the statistics
@@ -92,7 +93,7 @@ def prepare(resolved: Resolved) -> Prepared:
     ]
     prepared = replace(
         prepared,
-        statistics=lambda layer: None if layer.matrix in rare else _statistics_of(file, layer),
+        statistics=MatrixStatistics(file=file, left_out=frozenset(rare)),
         notes=(*prepared.notes, *notes, *_rare_note(rare)),
         key=file.key,
     )
@@ -160,12 +161,6 @@ def statistics_needs(prepared: Prepared) -> dict[str, frozenset[str]]:
     return needs
 
 
-def _statistics_of(file: StatisticsFile, layer: Layer) -> InputStatistics | None:
-    if layer.matrix not in file.requested or layer.matrix in file.unreached:
-        return None
-    return file.read(layer.matrix)
-
-
 def _with_output_gradients(prepared: Prepared) -> Prepared:
     """Add the second moments of output gradients, where the fit weighs output errors by them."""
     resolved, recipe = prepared.resolved, prepared.resolved.recipe
@@ -193,7 +188,7 @@ def _with_output_gradients(prepared: Prepared) -> Prepared:
         return replace(prepared, notes=(*prepared.notes, f"GPTQ weighs all outputs the same: {gradients}"))
     return replace(
         prepared,
-        statistics=with_gradients(prepared.statistics, gradients),
+        statistics=WithGradients(inputs=prepared.statistics, gradients=gradients),
         key=f"{prepared.key} {gradients.key}",
     )
 
@@ -274,8 +269,9 @@ def _calibrate(
         _writing_at(folder, resolved),
         resolved.progress.stage("calibration", total=int(tokens_NT.size), unit="tokens") as count,
     ):
+        model = partial(torch_model, resolved.source, model_map, prepared.weights)
         file = collect(
-            torch_model(resolved.source, model_map, prepared.weights),
+            model(),
             tokens_NT,
             requested=needs,
             blocks=[block.name for block in model_map.blocks],
@@ -283,6 +279,8 @@ def _calibrate(
             batch=BATCH,
             seed=resolved.recipe.calibration.seed,
             progress=count,
+            workers=resolved.workers,
+            rebuild=partial(model, streams=True, keeps_block=True) if resolved.workers else None,
         )
     return file, prepared
 

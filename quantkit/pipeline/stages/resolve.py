@@ -33,6 +33,7 @@ from quantkit.quantization.layout import Contents, contents_of
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.smoothquant import smoothable
 from quantkit.recipe import Recipe, override
+from quantkit.workers.record import Workers
 
 NO_TOKENIZER = (
     "the checkpoint has no tokenizer: the artifact reads token ids alone, and accuracy is not measured"
@@ -53,6 +54,7 @@ class Resolved:
     progress: Progress
     statistics: Path | None = None  # folder that keeps calibration statistics; None: the cache, until the end
     resumes: bool = True  # continue with the statistics of an interrupted run
+    workers: Workers | None = None  # for calibration and rounding; None: this process
     shape_times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
 

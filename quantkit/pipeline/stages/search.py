@@ -16,6 +16,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -309,8 +310,9 @@ def sensitivities(prepared: Prepared, packs: Sequence[Pack], windows_NT: Tokens)
     if not resolved.resumes:
         cache.unlink(missing_ok=True)
     with resolved.progress.stage("sensitivity", total=len(packs) * len(names), unit="trials") as count:
+        build = partial(torch_model, resolved.source, prepared.model_map, prepared.weights)
         return measure_sensitivity(
-            torch_model(resolved.source, prepared.model_map, prepared.weights),
+            None if resolved.workers else build(),
             prepared.model_map,
             packs,
             names,
@@ -320,6 +322,8 @@ def sensitivities(prepared: Prepared, packs: Sequence[Pack], windows_NT: Tokens)
             cache=cache,
             key=key,
             progress=count,
+            workers=resolved.workers,
+            rebuild=build if resolved.workers else None,
         )
 
 

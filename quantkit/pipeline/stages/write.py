@@ -87,6 +87,7 @@ def export_job(prepared: Prepared, layers: Layers, *, keeps_checkpoint: bool = F
         single_file_bytes=recipe.single_file_mb << 20,
         keeps_checkpoint=keeps_checkpoint,
         static=recipe.static,
+        workers=resolved.workers,
     )
     if not TARGETS[recipe.target].is_static:
         return job

@@ -21,6 +21,8 @@ from quantkit.quantization.calibration.statistics import FIELDS
 from quantkit.quantization.calibration.store import APART, BLOCKS
 from quantkit.quantization.calibration.tokens import Tokens, require_known_ids
 
+MOST_GROUPS = 16  # of windows: the most workers that calibrate at once, and sums that wait on disk
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedInput:
@@ -36,6 +38,9 @@ class SharedInput:
         return self.matrices[0]
 
 
+Parts = tuple[tuple[SharedInput, ...], ...]  # the inputs that each part of a pass collects
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationRun:
     """A model, its calibration text and the requested statistics."""
@@ -49,10 +54,19 @@ class CalibrationRun:
     batch: int
     seed: int
 
-    def batches(self) -> Iterator[tuple[int, Tokens]]:
-        """(number of the first window, windows)."""
-        for begin in range(0, len(self.tokens_BT), self.batch):
-            yield begin, self.tokens_BT[begin : begin + self.batch]
+    @property
+    def groups(self) -> list[range]:
+        """Windows whose statistics are summed up by themselves: a division that the text alone decides."""
+        num_windows = len(self.tokens_BT)
+        num_batches = -(-num_windows // self.batch)
+        step = self.batch * -(-num_batches // MOST_GROUPS)
+        return [range(begin, min(begin + step, num_windows)) for begin in range(0, num_windows, step)]
+
+    def batches(self, windows: range | None = None) -> Iterator[tuple[int, Tokens]]:
+        """(number of the first window, windows) of some windows, or of all."""
+        windows = range(len(self.tokens_BT)) if windows is None else windows
+        for begin in windows[:: self.batch]:
+            yield begin, self.tokens_BT[begin : min(begin + self.batch, windows.stop)]
 
     def statistics_of(self, matrices: Iterable[str]) -> frozenset[str]:
         """All statistics requested of these matrices, under any of their names."""

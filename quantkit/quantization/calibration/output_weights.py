@@ -6,7 +6,7 @@ to the error of their outputs alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -74,14 +74,16 @@ def weigh_outputs(
             return str(error)
 
 
-def with_gradients(statistics: StatisticsOf, gradients: StatisticsFile) -> StatisticsOf:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WithGradients:
     """Statistics of a projection's input with the gradients at its outputs."""
 
-    def with_outputs(layer: Layer) -> InputStatistics | None:
-        inputs = statistics(layer)
-        if inputs is None or layer.name not in gradients.located:
-            return inputs
-        moment_OO = gradients.read(layer.name).second_moment_II
-        return replace(inputs, gradient_OO=moment_OO, num_gradients=gradients.num_tokens)
+    inputs: StatisticsOf
+    gradients: StatisticsFile
 
-    return with_outputs
+    def __call__(self, layer: Layer) -> InputStatistics | None:
+        inputs = self.inputs(layer)
+        if inputs is None or layer.name not in self.gradients.located:
+            return inputs
+        moment_OO = self.gradients.read(layer.name).second_moment_II
+        return replace(inputs, gradient_OO=moment_OO, num_gradients=self.gradients.num_tokens)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantization.calibration.replay import BlockCall, Place, digest_of, forward
+from quantkit.quantization.calibration.replay import BlockCall, NotBlockwiseError, Place, digest_of, forward
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.modules import watching_inputs
 
@@ -44,12 +44,13 @@ def record_calls(
     *,
     blocks: Mapping[str, nn.Module],
     matrices: Mapping[str, nn.Module],
+    compares: bool = True,
 ) -> dict[int, Recording]:
     """Batch size -> recording; a second batch of the first size shows which arguments depend on the text."""
     recordings: list[tuple[int, Recording]] = []
     for windows_BT in batches:
         sizes = [size for size, _ in recordings]
-        if len(recordings) < 2 or len(windows_BT) not in sizes:
+        if (compares and len(recordings) < 2) or len(windows_BT) not in sizes:
             recordings.append((len(windows_BT), record(module, windows_BT, blocks=blocks, matrices=matrices)))
         if recordings[0][1].problem:  # the model will be run whole
             break
@@ -59,6 +60,16 @@ def record_calls(
         change = _change_between(first, other) if size == first_size else None
         first.problem = first.problem or other.problem or change
     return dict(reversed(recordings))  # of one size, the first counts
+
+
+def require_same_calls(
+    module: nn.Module, windows_BT: Tokens, first: Recording, *, blocks: Mapping[str, nn.Module]
+) -> None:
+    """Compare the recording with that of another batch of its size, as `record_calls` does by itself."""
+    other = record(module, windows_BT, blocks=blocks, matrices={})
+    problem = other.problem or _change_between(first, other)
+    if problem:
+        raise NotBlockwiseError(problem)
 
 
 def record(

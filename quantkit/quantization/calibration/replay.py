@@ -50,7 +50,8 @@ class BlockCall:
 
 def forward(module: nn.Module, tokens_BT: Tokens) -> Any:
     """An ordinary forward pass without a cache; a decoder beside an encoder reads the same text."""
-    device = next(module.parameters()).device
+    devices = (parameter.device for parameter in module.parameters())
+    device = next((device for device in devices if device.type != "meta"), "cpu")  # weights may be streamed
     ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_BT)).to(device)
     inputs: dict[str, Any] = {"input_ids": ids_BT}
     config: Any = getattr(module, "config", None)

@@ -47,3 +47,7 @@ FIELDS = {  # statistic -> the field that holds it; arrays are stored under the 
     "held_out": "held_out_TI",
 }
 StatisticsOf = Callable[[Layer], InputStatistics | None]  # None: calibration never reached the projection
+
+
+def no_statistics(layer: Layer) -> None:
+    """The statistics of a model that is not calibrated; named, since workers are sent it."""

@@ -79,6 +79,9 @@ class _Kept:
         self.vectors: dict[Key, Doubles] = {}
         self.matrix: tuple[Key, Doubles] | None = None
 
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()  # a worker begins with an empty cache
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TransformedTensors:

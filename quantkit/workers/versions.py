@@ -1,4 +1,4 @@
-"""Versions of the libraries that decide an artifact, equal on all hosts of a sweep."""
+"""Versions of the libraries that decide an artifact, equal on all hosts that work on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def require_versions(expected: Mapping[str, str], *, host: str) -> None:
-    """Refuse a host whose libraries differ from the driver's: its figures would not belong to the table."""
+    """Refuse a host whose libraries differ from the driver's: its results would not belong to them."""
     installed = installed_versions()
     differences = [
         f"{name} {installed.get(name)} instead of {wanted}"
