@@ -149,9 +149,9 @@ def main() -> int:
     PAGE.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     text = [
         "# GPTQ beside llm-compressor",
-        f"Written by `scripts/bench_gptq.py`. {MODEL}, float32, {arguments.windows} windows of {LENGTH} tokens "
-        "of the bundled calibration text, 4 bits in groups of 32, symmetric, the head float. Seconds of "
-        "calibration, transforms and rounding, without imports and loading; medians of "
+        f"Written by `scripts/bench_gptq.py`. {MODEL}, float32, {arguments.windows} windows of {LENGTH} "
+        "tokens of the bundled calibration text, 4 bits in groups of 32, symmetric, the head float. Seconds "
+        "of calibration, transforms and rounding, without imports and loading; medians of "
         f"{arguments.rounds} rounds in turns. Loss on {windows_NT.size:,} tokens of prose that neither has "
         "seen, beside the float32 model.",
         f"{machine['processor']}, {machine['num_cores']:g} cores; torch {torch_version}.",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Accuracy of released models: every scheme, and llama.cpp and optimum on the same tokens.
 
-    .venv/bin/python scripts/bench_real.py [MODEL ...] [--only ROW ...] [--cache FOLDER] [--speed [--rounds 5]]
+    .venv/bin/python scripts/bench_real.py [MODEL ...] [--only ROW ...] [--cache FOLDER] [--speed]
 
 Tables go to docs/benchmarks/real.md and .json. `--only` measures these rows and keeps the other rows of
 real.json. `--speed` times the rows instead, in turns; it needs an idle machine. llama.cpp is compiled from
