@@ -128,6 +128,8 @@ class StaticOperators:
         inputs = [x, self.graph.weight(f"{norm.name}.weight")]
         if norm.name in self.contents.norm_biases:
             inputs.append(self.graph.weight(f"{norm.name}.bias"))
+        elif norm.kind is NormKind.LAYER_NORM:  # Qualcomm's provider takes none without a bias
+            inputs.append(self.constant(f"{norm.name}/no_bias", np.zeros(norm.features, np.float32)))
         if norm.kind is NormKind.RMS_NORM and self.spells_norms:
             return self.spelled_norm(norm, *inputs)
         kind = "LayerNormalization" if norm.kind is NormKind.LAYER_NORM else "RMSNormalization"

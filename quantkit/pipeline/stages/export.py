@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -199,9 +199,9 @@ def dynamic_contents(job: ExportJob, kind: str) -> Contents:
 
 
 def _planned_bytes(
-    contents: Contents, graphs: Iterable[ModelProto], target: Target, beside: Checkpoint | None
+    contents: Contents, graphs: Collection[ModelProto], target: Target, beside: Checkpoint | None
 ) -> int:
-    """Bytes of the planned tensors and of graphs without weights; `beside` stays beside the graph."""
+    """Bytes of the planned tensors and of graphs with their constants; `beside` stays beside the graph."""
     tensors = planned_bytes(contents.tensors())
     floats = (
         planned_bytes(spec for spec in contents.tensors() if spec.dtype == "F32") if target.is_half else 0
@@ -209,7 +209,14 @@ def _planned_bytes(
     small = [spec for spec in contents.tensors() if spec.num_bytes < LEAST_OUTSIDE]
     copied = floats // 2 if target.is_half else planned_bytes(small)  # from the checkpoint into the graph
     stored = beside.path.stat().st_size + copied if beside else tensors - floats // 2
-    return stored + sum(described_bytes(graph) for graph in graphs)
+    names = {spec.name for spec in contents.tensors()}
+    constants = sum(
+        len(tensor.raw_data)
+        for graph in graphs
+        for tensor in graph.graph.initializer
+        if tensor.name not in names
+    )
+    return stored + constants + sum(described_bytes(graph) for graph in graphs)
 
 
 def emit(job: ExportJob, kind: str, contents: Contents, checkpoint: Checkpoint) -> tuple[ModelProto, bool]:

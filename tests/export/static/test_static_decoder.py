@@ -168,7 +168,7 @@ def test_what_has_no_static_graph_is_named(tmp_path):
     build_tiny("MistralForCausalLM", FAMILIES["mistral"].tiny).save_pretrained(tmp_path / "window")
     reason = why_not_static(inspect(str(tmp_path / "window")), StaticShape(tokens=1, past=8))
     assert "8 tokens only" in reason
-    build_tiny("MixtralForCausalLM", FAMILIES["mixtral"].tiny).save_pretrained(tmp_path / "experts")
+    build_tiny("OlmoeForCausalLM", FAMILIES["olmoe"].tiny).save_pretrained(tmp_path / "experts")
     reason = why_not_static(inspect(str(tmp_path / "experts")), StaticShape(tokens=1, past=8))
     assert "choose among experts" in reason
 

@@ -160,7 +160,7 @@ def test_the_float_graph_is_the_model(class_name, sizes, tmp_path):
 def rounded(values, low, high, bits):
     """The nearest of 2^bits evenly spaced numbers that reach from low to high, zero being one of them."""
     low, high, steps = min(low, 0.0), max(high, 0.0), 2**bits - 1
-    step = (high - low) / steps
+    step = max((high - low) / steps, 1e-30)  # zeros alone have no range
     zero = np.round(-low / step)
     return (np.clip(np.round(values / step) + zero, 0, steps) - zero) * step
 

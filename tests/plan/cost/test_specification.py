@@ -128,10 +128,13 @@ def test_flops_are_what_pytorch_counts(name):
         for path, counts in counter.get_flop_counts().items()
         if re.search(r"\.rotary_emb(_\w+|s\.\w+)?$", path)
     )
-    # Its plain attention computes the keys outside of a window and masks them.
+    # Its plain attention computes the keys outside of a window, which may lie on both sides, and masks them.
+    seen = [
+        (item.window or length) * (1 if item.is_causal else 2) - (not item.is_causal) for item in attentions
+    ]
     masked = sum(
-        2 * 2 * batch * item.num_heads * item.head_dim * length * max(0, length - (item.window or length))
-        for item in attentions
+        2 * 2 * batch * item.num_heads * item.head_dim * length * max(0, length - keys)
+        for item, keys in zip(attentions, seen, strict=True)
     )
     assert counter.get_total_flops() - 2 * specification.totals.matrix_macs == angles + masked
     left_out = mapped.num_parameters - mapped.at_inference.num_parameters  # what training alone runs
