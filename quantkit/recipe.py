@@ -96,6 +96,12 @@ class Calibration(Section):
     )
     windows: int = Field(default=32, ge=1, description="number of windows")
     length: int = Field(default=512, ge=2, description="tokens per window; at most the model's context")
+    varied: float = Field(
+        default=0.2,
+        ge=0,
+        lt=1,
+        description="share of the windows that are of the bundled text where 'text' is a text of yours",
+    )
     leave_out: int = Field(
         default=0, ge=0, description="last windows that are left out because a search was measured on them"
     )

@@ -32,7 +32,7 @@ from quantkit.quantization.calibration.passes import collect
 from quantkit.quantization.calibration.statistics import InputStatistics
 from quantkit.quantization.dead_units import dead_units
 from quantkit.quantization.projections import weight_of
-from quantkit.recipe import Recipe
+from quantkit.recipe import Calibration, Recipe
 from quantkit.runtime.machine.disk import temporary_folder
 
 # Letters: T tokens of the sample, H hidden units, I channels that they read.
@@ -98,7 +98,7 @@ def ffn_units(
     weights = open_weights(source, model_map, random_weights=False)
     length = min(LENGTH, max_tokens, model_map.context or LENGTH)
     recipe = with_options(
-        Recipe(model=model),
+        Recipe(model=model, calibration=Calibration(varied=0)),
         {
             "calibration_text": str(text) if text else None,
             "calibration_length": length,

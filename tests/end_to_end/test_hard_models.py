@@ -53,8 +53,19 @@ def test_the_loss_stays_of_one_size(scheme, tmp_path):
     assert divergence(tmp_path / "few", "demo", "--scheme", scheme, *few) < 3 * usual
 
 
-def test_calibration_in_another_language_costs_the_default_little(tmp_path):
-    usual = divergence(tmp_path / "usual", "demo")
+@pytest.fixture
+def greek(tmp_path):
     text = tmp_path / "greek.txt"
     text.write_text(GREEK * 600, encoding="utf-8")
-    assert divergence(tmp_path / "greek", "demo", "--calibration-text", str(text)) < 2 * usual
+    return str(text)
+
+
+def test_calibration_in_another_language_costs_the_default_little(greek, tmp_path):
+    usual = divergence(tmp_path / "usual", "demo")
+    assert divergence(tmp_path / "greek", "demo", "--calibration-text", greek) < 2 * usual
+
+
+def test_int4_calibrated_in_another_language_loses_less_than_plain_rounding(greek, tmp_path):
+    scheme = ("--scheme", "int4_block32")
+    plain = divergence(tmp_path / "plain", "demo", *scheme, "--fit", "rtn", "--transform", "none")
+    assert divergence(tmp_path / "greek", "demo", *scheme, "--calibration-text", greek) < 0.8 * plain

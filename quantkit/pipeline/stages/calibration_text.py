@@ -1,8 +1,15 @@
-"""Calibration windows of a recipe: token ids of its text, or random ids where no text fits."""
+"""Calibration windows of a recipe: token ids of its text, or random ids where no text fits.
+
+A fifth of the windows of a user's text give way to windows of the bundled text, which holds prose, code and
+many languages, since a text of one kind is learned by heart: INT4 of the embedded model calibrated on Greek
+alone loses twice as much on English as plain rounding does, with a fifth of varied windows half as much.
+Token ids are taken as they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +19,7 @@ from quantkit.errors import InputError
 from quantkit.model.companions import make_fast_tokenizer
 from quantkit.model.load import Source
 from quantkit.model.model_map import ModelMap
-from quantkit.quantization.calibration.tokens import calibration_tokens
+from quantkit.quantization.calibration.tokens import IDS_SUFFIX, calibration_tokens
 from quantkit.recipe import Recipe
 from quantkit.runtime.machine.disk import temporary_folder
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
@@ -29,23 +36,37 @@ def calibration_windows(
     windows: int | None = None,
     length: int | None = None,
 ) -> Tokens:
-    """Windows of the calibration text [N, T]; random ids for random weights, which no text fits."""
+    """Windows of the calibration texts [N, T]; random ids for random weights, which no text fits."""
     context = model_map.context
     length = length or recipe.calibration.length
     length = length if context is None else min(length, context)
     windows = windows or recipe.calibration.windows
     if recipe.random_weights:
         return random_windows(recipe, model_map, windows=windows, length=length)
+    text = Path(recipe.calibration.text).expanduser() if recipe.calibration.text else None
     with temporary_folder() as folder:
-        return calibration_tokens(
+        read = partial(
+            calibration_tokens,
             encode=_encoder(source, folder),
             vocab_size=model_map.vocab_size or 0,
-            source=Path(recipe.calibration.text).expanduser() if recipe.calibration.text else None,
-            num_windows=windows,
             length=length,
             context=context,
             seed=recipe.calibration.seed,
         )
+        if text is None or text.suffix.lower() == IDS_SUFFIX:
+            return read(source=text, num_windows=windows)
+        num_varied = min(round(recipe.calibration.varied * windows), windows - 1)
+        windows_NT = read(source=text, num_windows=windows - num_varied)
+        return _among(windows_NT, read(num_windows=num_varied)) if num_varied else windows_NT
+
+
+def _among(windows_NT: Tokens, varied_MT: Tokens) -> Tokens:
+    """Both, the varied windows spread evenly among the others."""
+    places_N = (np.arange(len(windows_NT)) + 0.5) / len(windows_NT)
+    places_M = (np.arange(len(varied_MT)) + 0.5) / len(varied_MT)
+    order = np.argsort(np.concatenate([places_N, places_M]), kind="stable")
+    both: Tokens = np.concatenate([windows_NT, varied_MT])[order]
+    return both
 
 
 def statistics_windows(recipe: Recipe, source: Source, model_map: ModelMap) -> Tokens:

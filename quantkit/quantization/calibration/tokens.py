@@ -21,6 +21,7 @@ from quantkit.errors import InputError
 Tokens = NDArray[np.int64]
 NUM_WINDOWS, LENGTH = 32, 512
 BUNDLED = "bundled calibration text"
+IDS_SUFFIX = ".npy"  # of a file of token ids
 
 
 def calibration_tokens(
@@ -40,7 +41,7 @@ def calibration_tokens(
             f"{num_windows} windows of {length} tokens", where="calibration", allowed="1 or more of each"
         )
     where = BUNDLED if source is None else str(source)
-    if source is not None and source.suffix.lower() == ".npy":
+    if source is not None and source.suffix.lower() == IDS_SUFFIX:
         ids = _read_ids(source)
     else:
         text = read_text(
