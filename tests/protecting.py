@@ -20,6 +20,7 @@ from quantkit.private.host.model import FEATURES, NEW_FEATURES
 from quantkit.private.keys import Key, open_key
 from quantkit.private.protect import fingerprint, protect
 from quantkit.recipe import Recipe, override
+from quantkit.runtime.cpu_session import open_on_cpu
 from quantkit.runtime.decoder import cached_values, decoder_of, positions_of
 
 ALL = ("residual", "ffn", "values")
@@ -80,8 +81,8 @@ def orderless(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    return onnxruntime.InferenceSession(model.SerializeToString(), options)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    return open_on_cpu(model.SerializeToString(), options)
 
 
 def _in_double(node):

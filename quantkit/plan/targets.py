@@ -34,6 +34,7 @@ FUSED = frozenset(
 CPU_TYPES = frozenset(
     {"FLOAT", "DOUBLE", "BOOL", "INT8", "UINT8", "INT16", "UINT16", "INT32", "UINT32", "INT64", "UINT64"}
 )
+CHANNEL_BITS_OF_EXACT_SUMS = 7  # of weights, without VNNI
 X86 = ("x86_64", "AMD64")
 ARM = ("aarch64", "arm64", "ARM64")
 
@@ -105,7 +106,7 @@ TARGETS: dict[str, Target] = {
     "cpu-avx2": replace(
         CPU_VNNI,
         description="cpu-vnni for any x86 CPU: per-channel weights have 7 bits, weights in blocks have 8",
-        channel_bits=7,
+        channel_bits=CHANNEL_BITS_OF_EXACT_SUMS,
     ),
     "cpu-arm": replace(
         CPU_VNNI,
@@ -143,6 +144,12 @@ def multiplies(target: Target, chosen: Format) -> bool:
     """Whether the target has an operator for products in this format."""
     has_channels = "com.microsoft::DynamicQuantizeMatMul" in target.fused_operators
     return target.is_static or chosen.is_static or chosen.grid.block is not None or has_channels
+
+
+def may_saturate(target: Target, chosen: Format) -> bool:
+    """Whether sums of the product are cut off on an x86 processor without VNNI, unless asked not to be."""
+    is_integer = chosen.grid.block is None and chosen.activations != "float"
+    return target.machines == X86 and is_integer and chosen.grid.bits > CHANNEL_BITS_OF_EXACT_SUMS
 
 
 def format_on(target: Target, chosen: Format) -> Format:

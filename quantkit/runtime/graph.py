@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.files import expect, parse_json, reading, require_regular
+from quantkit.runtime.cpu_session import open_on_cpu
 from quantkit.runtime.huge_pages import huge_pages
 from quantkit.runtime.machine.facts import read_cpu
 
@@ -75,7 +76,7 @@ def open_graph(path: Path, *, threads: int | None = None, spins: bool = True) ->
     with reading(path, fault, next_step="copy the folder again with all of its files, or quantize again"):
         require_regular(path)
         with huge_pages():
-            return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            return open_on_cpu(str(path), options)
 
 
 def open_model_file(path: Path, *, threads: int | None = None) -> onnxruntime.InferenceSession:

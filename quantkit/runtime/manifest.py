@@ -129,3 +129,12 @@ def sum_of(path: Path) -> str:
             content[count:] = 0
             digest.update(int(part.sum(dtype=np.uint64)).to_bytes(8, "little"))
     return digest.hexdigest()
+
+
+def target_of(folder: Path) -> str | None:
+    """The target in the artifact's manifest."""
+    try:
+        target = read_json(folder / MANIFEST).get("target")
+    except InputError:
+        return None
+    return target if isinstance(target, str) else None

@@ -28,6 +28,7 @@ from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import inspect
 from quantkit.pipeline.stages.resolve import smooths_by_default
 from quantkit.recipe import override
+from quantkit.runtime.cpu_session import open_on_cpu
 
 LENGTH, LOUD, FACTOR = 20, (3, 17), 60.0
 CLASSES = {
@@ -88,7 +89,7 @@ def fused(quantized, folder):
         emit_encoder(quantized.map, quantized.contents, quantized.checkpoint, **quantized.options()),
         path,
     )
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(str(path), onnxruntime.SessionOptions())
     full = {
         "input_ids": IDS,
         "attention_mask": np.ones_like(IDS),
@@ -151,7 +152,7 @@ def test_the_static_graph_is_the_model(name, tmp_path):
     )
     path = tmp_path / "model.onnx"
     save(graph, path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(str(path), onnxruntime.SessionOptions())
     full = {
         "input_ids": IDS[:1],
         "attention_mask": np.ones_like(IDS[:1]),

@@ -126,7 +126,7 @@ def read_calibration(folder: Path, file: Path) -> None:
 
 def read_manifest(folder: Path, file: Path) -> None:
     from quantkit.pipeline.package import pack
-    from quantkit.runtime.providers.trial_stages import target_of
+    from quantkit.runtime.manifest import target_of
 
     target_of(folder)
     pack(folder, folder.parent / "package", force=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from quantkit import quantize
 from quantkit.errors import InputError
 from quantkit.model.families import FAMILIES
 from quantkit.model.weights.tensors import CheckpointTensors
+from quantkit.pipeline.stages import resolve
 
 DEMO = Path(str(resources.files("quantkit") / "assets" / "demo"))
 Disk = namedtuple("Disk", "total used free")
@@ -125,3 +127,17 @@ def test_an_adapter_and_a_gguf_file(folder, monkeypatch):
     assert "GGUF" in refused(folder, monkeypatch)
     torch.save({}, folder / "pytorch_model.bin")
     assert "pickle" in refused(folder, monkeypatch)
+
+
+def test_shared_weights_on_a_processor_without_vnni(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    build_tiny("AlbertModel", {**FAMILIES["albert"].tiny, "vocab_size": 4096}).save_pretrained(folder)
+    shutil.copyfile(DEMO / "tokenizer.json", folder / "tokenizer.json")
+    features = {"AVX2": True, "AVX512_VNNI": False, "AVX_VNNI": False}
+    old = replace(resolve.read_cpu(), features=features)
+    monkeypatch.setattr(resolve, "read_cpu", lambda: old)
+    assert "--target cpu-avx2" in refused(folder, monkeypatch, scheme="int8_token")
+    new = replace(old, features={**features, "AVX_VNNI": True})
+    monkeypatch.setattr(resolve, "read_cpu", lambda: new)
+    with pytest.raises(AssertionError, match="a weight was read"):
+        refused(folder, monkeypatch, scheme="int8_token")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from quantkit.pipeline.stages.inputs import with_inputs
 from quantkit.pipeline.stages.write import Written, layer_losses
 from quantkit.plan.cost.phases import MachineRoofline, phase_cost
 from quantkit.plan.select import ROLE_GROUPS
-from quantkit.plan.targets import TARGETS
+from quantkit.plan.targets import TARGETS, may_saturate
 from quantkit.quantization.layout import planned_bytes
 from quantkit.recipe import dump_recipe
 from quantkit.report.card import CARD_FILE, model_card
@@ -153,6 +153,7 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
             *resolved.notes,
             *prepared.notes,
             *measured.notes,
+            *_saturation_note(written),
             *([reason] if reason else []),
         ),
         failures=tuple(failures),
@@ -172,6 +173,16 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         layers=planned_layers(written),
         kind=exported.kind,
     )
+
+
+def _saturation_note(written: Written) -> Iterator[str]:
+    prepared = written.prepared
+    target = TARGETS[prepared.resolved.recipe.target]
+    if any(may_saturate(target, prepared.formats[name]) for name in prepared.planned):
+        yield (
+            "on x86 processors without VNNI, programs other than quantkit must set session.x64quantprecision "
+            "to 1, or outputs are wrong; files of --target cpu-avx2 need no setting"
+        )
 
 
 def write_reports(folder: Path, report: Report) -> None:

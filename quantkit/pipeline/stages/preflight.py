@@ -10,6 +10,9 @@ from quantkit.errors import InputError
 from quantkit.model.load import Source
 from quantkit.model.model_map import EmbeddingKind, ModelMap
 from quantkit.pipeline.stages.export import float_bytes
+from quantkit.plan.formats import Format
+from quantkit.plan.plan import Plan
+from quantkit.plan.targets import TARGETS, may_saturate
 from quantkit.quantization.layout import planned_bytes
 from quantkit.quantization.rounding import FITS
 from quantkit.runtime.labels import OF_TEXTS
@@ -48,6 +51,25 @@ def require_padding(source: Source, model_map: ModelMap) -> None:
             f"{model_map.architecture} has no 'pad_token_id', by which it finds the end of a text",
             where=source.name,
             next_step="set pad_token_id in config.json to the tokenizer's padding token",
+        )
+
+
+def require_exact_sums(
+    model_map: ModelMap, plan: Plan, formats: Mapping[str, Format], target: str, *, saturates: bool
+) -> None:
+    """Refuse products whose sums a processor without VNNI, as this one, would cut off in any session.
+
+    onnxruntime makes sums exact on request, and not where layers share weights.
+    """
+    shares = any(block.calls > 1 for block in model_map.blocks)
+    planned = [formats[layer.name] for layer in plan.layers if layer.quantized]
+    dynamic = [chosen for chosen in planned if not chosen.is_static]
+    if saturates and shares and any(may_saturate(TARGETS[target], chosen) for chosen in dynamic):
+        raise InputError(
+            "its layers share weights, whose products in one scale a channel are wrong on processors without "
+            "VNNI, such as this one",
+            where=model_map.name,
+            next_step="--target cpu-avx2, or --scheme int8_block32",
         )
 
 

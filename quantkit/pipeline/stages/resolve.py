@@ -21,7 +21,7 @@ from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.stages.export import kind_of, projection_formats, require_exportable, require_tensors
 from quantkit.pipeline.stages.min_dim import with_measured_sizes
-from quantkit.pipeline.stages.preflight import require_padding, require_tokenizer
+from quantkit.pipeline.stages.preflight import require_exact_sums, require_padding, require_tokenizer
 from quantkit.pipeline.stages.static_recipe import settle_static, static_notes
 from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
@@ -33,6 +33,7 @@ from quantkit.quantization.layout import Contents, contents_of
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.smoothquant import smoothable
 from quantkit.recipe import Recipe, override
+from quantkit.runtime.machine.facts import read_cpu
 from quantkit.workers.record import Workers
 
 NO_TOKENIZER = (
@@ -94,6 +95,7 @@ def resolve(
     require_possible(recipe, model_map, kind)
     weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
     formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
+    require_exact_sums(model_map, plan, formats, recipe.target, saturates=read_cpu().saturates)
     require_exportable(model_map, kind, recipe.target, None if recipe.random_weights else source.folder)
     contents = contents_of(model_map, plan, formats)
     require_tensors(contents, weights, name)

@@ -131,6 +131,13 @@ class Cpu:
         """Threads that do useful work: one for each usable physical core."""
         return max(1, min(self.physical_cores, int(self.usable_cores)))
 
+    @property
+    def saturates(self) -> bool:
+        """Whether products of 8-bit operands may cut off sums: x86 without VNNI, or not known."""
+        return "AVX2" in self.features and not any(
+            self.features.get(name) for name in ("AVX512_VNNI", "AVX_VNNI")
+        )
+
     def threads_for(self, threads: int | None) -> int:
         """The threads that are asked for, up to a few a core; thousands take minutes to start."""
         return min(threads or self.num_threads, max(16, 4 * self.logical_cores))

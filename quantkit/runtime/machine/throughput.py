@@ -142,12 +142,14 @@ def _time_model(model: bytes, num_threads: int, seconds: float, *, optimise: boo
     """Run a one-input model on the CPU; small non-negative values suit every kernel."""
     import onnxruntime
 
+    from quantkit.runtime.cpu_session import open_on_cpu
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.log_severity_level = 3
     if not optimise:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(model, options)
     (model_input,) = session.get_inputs()
     generator = np.random.default_rng(0)
     values: npt.NDArray[Any] = generator.integers(0, 128, model_input.shape).astype(np.uint8)

@@ -104,6 +104,12 @@ def arguments(description: str | None, *providers: str) -> argparse.Namespace:
     return options
 
 
+def has_vnni() -> bool:
+    """Whether the processor is known to have VNNI."""
+    facts = Path("/proc/cpuinfo")
+    return facts.exists() and "vnni" in facts.read_text(errors="replace")
+
+
 def open_session(name: str, arguments: argparse.Namespace, **cpu_settings: str) -> Any:
     """A graph on the CPU, or all of it on the NPU, there from its compiled graph where that fits."""
     options = onnxruntime.SessionOptions()

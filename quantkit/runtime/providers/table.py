@@ -193,6 +193,8 @@ def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:
     """A session on one provider; nodes that it does not take run on the CPU."""
     import onnxruntime
 
+    from quantkit.runtime.cpu_session import open_on_cpu
+
     options.enable_mem_pattern = provider.keeps_memory_pattern
     if provider.source == "plugin" and installed_version(provider) is not None:
         options.add_provider_for_devices([chosen_device(provider)], options_of(provider))
@@ -201,6 +203,8 @@ def open_on(provider: Provider, path: str | bytes, options: Any) -> Any:
     if provider.threads_option and options.intra_op_num_threads:
         wheel_options[provider.threads_option] = str(options.intra_op_num_threads)
     chosen = [(provider.onnxruntime_name, wheel_options)]
+    if provider.name == "cpu" and isinstance(path, str):
+        return open_on_cpu(path, options)
     session = onnxruntime.InferenceSession(path, options, providers=chosen, enable_fallback=0)
     if provider.onnxruntime_name not in session.get_providers():
         raise RuntimeError(

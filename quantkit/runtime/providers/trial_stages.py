@@ -22,14 +22,12 @@ import onnxruntime
 import psutil
 from numpy.typing import NDArray
 
-from quantkit.errors import InputError
-from quantkit.files import read_json
 from quantkit.model.model_map import to_json
 from quantkit.runtime.encoder import ENDS
 from quantkit.runtime.generate import Batch
 from quantkit.runtime.machine.checks import check_provider
 from quantkit.runtime.machine.facts import read_cpu, read_hardware
-from quantkit.runtime.manifest import MANIFEST
+from quantkit.runtime.manifest import target_of
 from quantkit.runtime.providers.compiled import compile_kept, find
 from quantkit.runtime.providers.compiled import start as start_kept
 from quantkit.runtime.providers.placement import (
@@ -142,15 +140,6 @@ def start_again(trial: Trial) -> None:
             raise RuntimeError(started.message or f"what was compiled of {path.name} is not there any more")
     trial.results["start_again_ms"] = (time.perf_counter() - began) * 1e3
     trial.results["compile_ms"] = max(0.0, trial.results["start_ms"] - trial.results["start_again_ms"])
-
-
-def target_of(folder: Path) -> str | None:
-    """The target in the artifact's manifest."""
-    try:
-        target = read_json(folder / MANIFEST).get("target")
-    except InputError:
-        return None
-    return target if isinstance(target, str) else None
 
 
 def _is_made_for(provider: Provider, target: str) -> bool:

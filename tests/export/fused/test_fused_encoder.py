@@ -28,6 +28,8 @@ from quantkit.export.graph import METADATA_KEY, save
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
 from quantkit.quantization.layout import planned_bytes
+from quantkit.runtime.cpu_session import open_on_cpu
+from quantkit.runtime.machine.facts import read_cpu
 
 try:
     from optimum.onnxruntime import ORTModelForFeatureExtraction, ORTModelForMaskedLM
@@ -124,7 +126,7 @@ def write(quantized, path, *, outside=False):
 
 
 def run(path, feeds=FEEDS):
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(str(path), onnxruntime.SessionOptions())
     names = [entry.name for entry in session.get_outputs()]
     wanted = {entry.name: feeds[entry.name] for entry in session.get_inputs()}
     return dict(zip(names, session.run(None, wanted), strict=True))
@@ -193,6 +195,8 @@ def test_texts_of_any_length_and_padding_on_any_side(name, standard, tmp_path):
 @pytest.mark.parametrize("scheme", ["int8_block32", "int8_block128", "int8_channel"])
 @pytest.mark.parametrize(("name", "sizes"), SHAPES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(SHAPES)])
 def test_the_integer_graph_is_the_checkpoint(name, sizes, scheme, tmp_path):
+    if name == "albert" and scheme == "int8_channel" and read_cpu().saturates:
+        pytest.skip("its layers share weights, whose sums onnxruntime cannot make exact on this processor")
     model = build_tiny(CLASSES[name] + "ForMaskedLM", sizes)
     quantized = quantize(model, tmp_path, scheme=scheme)
     write(quantized, tmp_path / "model.onnx")

@@ -23,6 +23,7 @@ from quantkit.model.weights.open import open_weights
 from quantkit.pipeline.stages.export import WEIGHTS_FILE, write_companions
 from quantkit.plan.cost.specification import specify
 from quantkit.plan.select import choose
+from quantkit.runtime.cpu_session import open_on_cpu
 from quantkit.runtime.decoder import open_decoder, positions_of
 
 HEADS, HIDDEN = 4, 256
@@ -66,7 +67,7 @@ def export(folder, out, *, scheme="int8_block32", min_dim=1, keeps=True, **optio
 
 def run_latents(out, ids=IDS):
     """{layer: latents} by onnxruntime alone."""
-    session = onnxruntime.InferenceSession(out / "model.onnx", providers=["CPUExecutionProvider"])
+    session = open_on_cpu(str(out / "model.onnx"), onnxruntime.SessionOptions())
     mask = np.ones_like(ids)
     feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions_of(mask, ids.shape[1])}
     for each in session.get_inputs():

@@ -19,6 +19,7 @@ from quantkit.plan.formats import SCHEMES
 from quantkit.plan.targets import TARGETS
 from quantkit.quantization.checkpoint import write_checkpoint
 from quantkit.quantization.layout import Pack
+from quantkit.runtime.cpu_session import open_on_cpu
 
 IN, OUT = 96, 40
 EXACT = {
@@ -67,7 +68,7 @@ def rows_of_all_sizes():
 def test_every_row_is_within_its_own_steps(product):
     path, exact, sums_O, kind = product
     rows = rows_of_all_sizes()
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = open_on_cpu(str(path), onnxruntime.SessionOptions())
     made = session.run(None, {"x": rows[None]})[0][0]
     hidden, wanted = exact(rows)
     # All rows share one range after each was divided by its largest value: at most from -1 to 1.

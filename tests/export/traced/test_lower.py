@@ -25,6 +25,7 @@ from quantkit.export.graph import CONTRIB, METADATA_KEY, save
 from quantkit.export.traced.lower import integer_projections, lower
 from quantkit.plan.targets import TARGETS
 from quantkit.quantization.grid import decode, from_bytes
+from quantkit.runtime.cpu_session import open_on_cpu
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.standard_normal((2, 5, 32)).astype(np.float32)
@@ -75,7 +76,7 @@ def lowered(quantized, model, *, outside=False):
 
 def run(model, folder, x=X):
     save(model, folder / "model.onnx")
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    session = open_on_cpu(str(folder / "model.onnx"), onnxruntime.SessionOptions())
     return session.run(None, {"x": x})
 
 

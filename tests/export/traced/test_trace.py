@@ -29,6 +29,7 @@ from quantkit.export.traced.lower import integer_projections, lower
 from quantkit.export.traced.trace import trace, why_not_trace
 from quantkit.model.families import FAMILIES
 from quantkit.model.inspect import map_module
+from quantkit.runtime.cpu_session import open_on_cpu
 
 REASON = why_not_trace()
 needs_optimum = pytest.mark.skipif(
@@ -93,7 +94,7 @@ def export(model, paths, folder, **options):
 
 
 def open_session(path):
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return open_on_cpu(str(path), onnxruntime.SessionOptions())
 
 
 def run(session, feeds):

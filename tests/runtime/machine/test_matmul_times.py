@@ -17,6 +17,7 @@ from quantkit.plan.min_dim import FLOAT, Product
 from quantkit.plan.select import choose
 from quantkit.quantization.grid import decode, from_bytes
 from quantkit.quantization.layout import contents_of, formats_of
+from quantkit.runtime.cpu_session import open_on_cpu
 from quantkit.runtime.machine import matmul_times as shape_times
 from quantkit.runtime.machine.facts import cache_bytes
 from quantkit.runtime.machine.matmul_times import (
@@ -66,7 +67,7 @@ def test_every_copy_is_the_product_of_its_own_weights(name, has_bias, tmp_path):
     probe = product(256, 48, has_bias=has_bias, format_name=name)
     path = write_product_probe(tmp_path, probe, name, copies=3)
     tensors = tensors_of(path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(str(path), onnxruntime.SessionOptions())
     x = np.random.default_rng(0).standard_normal((1, 4, 256)).astype(np.float32)
     if "static" in name:  # its range is as random as its weights: look inside of it
         top = np.iinfo(tensors["copy_0.input_zero"].dtype).max
@@ -104,7 +105,7 @@ def test_an_untouched_head_reads_its_table(tmp_path):
     tensors = tensors_of(path)
     assert tensors["copy_0.table.weight"].shape == (48, 96)
     x = np.ones((1, 2, 96), np.float32)
-    (y,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x_0": x})
+    (y,) = open_on_cpu(str(path), onnxruntime.SessionOptions()).run(None, {"x_0": x})
     np.testing.assert_allclose(y, x.astype(np.float64) @ tensors["copy_0.table.weight"].T, rtol=1e-5)
 
 

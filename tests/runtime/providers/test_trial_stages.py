@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.plan.targets import TARGETS
-from quantkit.runtime.providers.trial_stages import STATIC_TARGETS, spread, target_of
+from quantkit.runtime.manifest import target_of
+from quantkit.runtime.providers.trial_stages import STATIC_TARGETS, spread
 
 pytestmark = pytest.mark.once
 
