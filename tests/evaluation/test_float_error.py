@@ -41,7 +41,10 @@ def save_tiny(family: str, folder, **sizes) -> str:
     [pytest.param(name, marks=slow_unless_of_a_kind(name)) for name in FAMILIES if name not in TRACED],
 )
 def test_float_graphs_of_every_family_equal_transformers_without_eval(family, tmp_path):
-    report = quantize(save_tiny(family, tmp_path / "model"), output=tmp_path / "out", **QUICK).report
+    blocks = {"scheme": "int8_block32"} if family == "albert" else {}  # exact on every processor
+    report = quantize(
+        save_tiny(family, tmp_path / "model"), output=tmp_path / "out", **QUICK, **blocks
+    ).report
     assert report.float_error is not None
     assert report.float_error.largest_error < 1e-5
     assert report.judgement is None and report.is_sound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -90,7 +91,9 @@ def test_a_cell_that_hangs_is_stopped_with_its_processes(job, monkeypatch):
     assert row.state == "failed"
     assert "the limit of a cell" in row.error
     child = int(Path(f"{job.output / ROW.folder}.pid").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        gone, _ = psutil.wait_procs([psutil.Process(child)], timeout=10)
+        assert gone or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_process_that_the_system_kills_runs_once_more(job, monkeypatch):
