@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Growth of time, memory and disk with the size of a model, and projections to 8B, 70B and 405B.
 
-    .venv/bin/python scripts/bench_scale.py [--sizes NAME ...] [--folder DIR] [--from FILE]
+    .venv/bin/python scripts/bench_scale.py [--sizes NAME ...] [--folder DIR] [--again]
 
 Random Llamas of four sizes are quantized with GPTQ and with the default, each in a process of its own. The
 seconds of a stage are fitted as a constant and a factor on the work that the dry run counts for it, on the
 three smaller sizes; the fourth is held out and shows the error of the fit. The same factors on the work of
 published shapes are the projections. Weights of published shapes are not written: a dry run reads only the
-headers of their checkpoints. `--from` fits the measurements of an earlier run again.
+headers of their checkpoints. Measurements that stand in docs/benchmarks/scale.json are kept, unless `--again`
+is given: a run that was interrupted, or was given a few sizes, is continued by the next one.
 """
 
 from __future__ import annotations
@@ -334,48 +335,63 @@ def page_of(results: Mapping[str, Any]) -> str:
 def write_fits(results: dict[str, Any]) -> None:
     results["fits"] = {
         recipe: fit_recipe(
-            {name: row[recipe] for name, row in results["shapes"].items()},
+            {name: results["shapes"][name][recipe] for name in MEASURED},
             {name: row[recipe] for name, row in results["projected"].items()},
         )
         for recipe in RECIPES
     }
-    PAGE.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     PAGE.with_suffix(".md").write_text(page_of(results))
 
 
-def measure(folder: Path, sizes: Sequence[str]) -> dict[str, Any]:
+def write_results(results: Mapping[str, Any]) -> None:
+    PAGE.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def begun() -> dict[str, Any]:
+    """Results without measurements, and rates of the machine that serve all sizes."""
     cpu = read_cpu()
-    rates = measure_rates(1024, 1024)
-    results: dict[str, Any] = {
+    return {
         "machine": cpu.model,
         "cores": cpu.usable_cores,
         "versions": {name: version(name) for name in ("quantkit-onnx", "torch", "onnxruntime", "numpy")},
-        "rates": asdict(rates),
+        "rates": asdict(measure_rates(1024, 1024)),
         "shapes": {},
         "projected": {},
     }
-    for name in sizes:
-        source = folder / name
-        write_checkpoint(source, MEASURED[name], has_weights=True)
-        parameters = sum(int(np.prod(sizes)) for sizes in MEASURED[name].tensors().values())
-        row: dict[str, Any] = {"inspect_seconds": inspected_seconds(source)}
+
+
+def measure(results: dict[str, Any], folder: Path, name: str) -> None:
+    """Measure what is missing of a size; results are written after each recipe."""
+    row = results["shapes"].setdefault(name, {})
+    missing = [recipe for recipe in RECIPES if recipe not in row]
+    if not missing:
+        return
+    source = folder / name
+    write_checkpoint(source, MEASURED[name], has_weights=True)
+    row["inspect_seconds"] = inspected_seconds(source)
+    parameters = sum(int(np.prod(sizes)) for sizes in MEASURED[name].tensors().values())
+    for recipe in missing:
+        row[recipe] = {**measure_one(source, RECIPES[recipe]), "parameters": parameters}
+        print(name, recipe, json.dumps({key: row[recipe][key] for key in ("seconds", "stages")}), flush=True)
+        write_results(results)
+    shutil.rmtree(source)
+
+
+def count_work(results: dict[str, Any], folder: Path) -> None:
+    """The work that the dry run counts for every shape, from headers alone."""
+    rates = Rates(**results["rates"])
+    for name, shape in {**MEASURED, **PROJECTED}.items():
+        source = folder / f"{name}-header"
+        write_checkpoint(source, shape, has_weights=False)
         for recipe, options in RECIPES.items():
             counted = predicted(source, options, rates)
-            row[recipe] = {**measure_one(source, options), "predicted": counted, "parameters": parameters}
-            print(
-                name, recipe, json.dumps({key: row[recipe][key] for key in ("seconds", "stages")}), flush=True
-            )
-        results["shapes"][name] = row
+            if name in MEASURED:
+                results["shapes"][name][recipe]["predicted"] = counted
+            else:
+                results["projected"].setdefault(name, {})[recipe] = counted
+        if name in PROJECTED:
+            results["projected"][name]["inspect_seconds"] = inspected_seconds(source)
         shutil.rmtree(source)
-    for name, shape in PROJECTED.items():
-        source = folder / name
-        write_checkpoint(source, shape, has_weights=False)
-        results["projected"][name] = {
-            recipe: predicted(source, options, rates) for recipe, options in RECIPES.items()
-        }
-        results["projected"][name]["inspect_seconds"] = inspected_seconds(source)
-        shutil.rmtree(source)
-    return results
 
 
 def main() -> int:
@@ -387,16 +403,23 @@ def main() -> int:
     )
     parser.add_argument("--sizes", nargs="+", choices=MEASURED, default=list(MEASURED))
     parser.add_argument("--folder", type=Path, help="for checkpoints and artifacts; default: a temporary one")
-    parser.add_argument(
-        "--from", dest="earlier", type=Path, help="a scale.json, whose measurements are fitted"
-    )
+    parser.add_argument("--again", action="store_true", help="measure sizes that stand already")
     arguments = parser.parse_args()
-    if arguments.earlier:
-        results = json.loads(arguments.earlier.read_text())
-    else:
-        with tempfile.TemporaryDirectory(prefix="quantkit-", dir=arguments.folder) as temporary:
-            results = measure(Path(temporary), arguments.sizes)
+    earlier = PAGE.with_suffix(".json")
+    results = json.loads(earlier.read_text()) if earlier.exists() else begun()
+    if arguments.again:
+        for name in arguments.sizes:
+            results["shapes"].pop(name, None)
+    with tempfile.TemporaryDirectory(prefix="quantkit-", dir=arguments.folder) as temporary:
+        for name in arguments.sizes:
+            measure(results, Path(temporary), name)
+        missing = [name for name in MEASURED if not RECIPES.keys() <= results["shapes"].get(name, {}).keys()]
+        if missing:
+            print(f"to be measured: {', '.join(missing)}")
+            return 0
+        count_work(results, Path(temporary))
     write_fits(results)
+    write_results(results)
     errors = {recipe: fit["total"]["error"] for recipe, fit in results["fits"].items()}
     print(", ".join(f"{recipe}: {error:+.1%} at the held-out size" for recipe, error in errors.items()))
     return 0 if all(abs(error) <= BAR for error in errors.values()) else 1

@@ -28,10 +28,10 @@ from quantkit.pipeline.stages.export import ExportJob, dynamic_contents, float_b
 from quantkit.pipeline.stages.export_static import static_contents
 from quantkit.pipeline.stages.float_reference import UNMEASURED_BYTES, measures_anything
 from quantkit.pipeline.stages.prepare import (
-    BATCH,
     QUICK_LENGTH,
     QUICK_WINDOWS,
     Prepared,
+    batch_size,
     statistics_needs,
 )
 from quantkit.pipeline.stages.write import CACHE_WINDOWS
@@ -226,13 +226,13 @@ def _planned(sizes: Sizes) -> list[str]:
 
 
 def _calibration(sizes: Sizes, needs: dict[str, frozenset[str]]) -> Iterator[Stage]:
-    """Blocks over all windows, after two batches that record their calls."""
+    """Blocks over all windows, after a batch that records their calls."""
     if not needs:
         return
     recipe = sizes.prepared.resolved.recipe
     length = sizes.within(recipe.calibration.length)
     num_windows = max(1, recipe.calibration.windows - recipe.calibration.leave_out)
-    tokens, recorded = num_windows * length, min(num_windows, 2 * BATCH) * length
+    tokens, recorded = num_windows * length, min(num_windows, batch_size(length)) * length
     work = sizes.forward(tokens + recorded, length, has_head=False)
     held, stored = 0, 0
     for pack in sizes.packs:
@@ -244,7 +244,7 @@ def _calibration(sizes: Sizes, needs: dict[str, frozenset[str]]) -> Iterator[Sta
         if "histogram" in statistics:
             work += Work(passes=HISTOGRAM * tokens * width)
         stored += stored_bytes(width, statistics)
-    held += sizes.block_bytes(BATCH * length, length)
+    held += sizes.block_bytes(batch_size(length) * length, length)
     hidden = 4 * (sizes.model_map.hidden_size or 0) * tokens * len(sizes.model_map.blocks)
     work += Work(passes=READ * sizes.num_parameters, file_bytes=stored + hidden)
     work += sizes.forward(3 * recipe.calibration.gradient_windows * length, length)

@@ -48,7 +48,7 @@ from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
 FEWEST_TOKENS = 64  # that an expert must meet for a fit
-BATCH = 4  # windows that run at once
+BATCH_TOKENS, MOST_WINDOWS = 1024, 4  # that run at once
 QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that looks for outliers
 
 
@@ -276,13 +276,18 @@ def _calibrate(
             requested=needs,
             blocks=[block.name for block in model_map.blocks],
             folder=folder,
-            batch=BATCH,
+            batch=batch_size(tokens_NT.shape[1]),
             seed=resolved.recipe.calibration.seed,
             progress=count,
             workers=resolved.workers,
             rebuild=partial(model, streams=True, keeps_block=True) if resolved.workers else None,
         )
     return file, prepared
+
+
+def batch_size(length: int) -> int:
+    """Windows of this length that run at once; the first batch is run twice, since its calls are recorded."""
+    return max(1, min(MOST_WINDOWS, BATCH_TOKENS // length))
 
 
 def _writing_at(folder: Path, resolved: Resolved) -> contextlib.AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from quantkit.quantization.calibration.claims import Owner, claim, give_up, new_
 from quantkit.quantization.calibration.group_pass import Pass, run_group
 from quantkit.quantization.calibration.inputs import Parts, open_run
 from quantkit.quantization.calibration.listing import list_part, write_totals
-from quantkit.quantization.calibration.recording import Recording, require_same_calls
+from quantkit.quantization.calibration.recording import Recording
 from quantkit.quantization.calibration.replay import head_left_out
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.workers.record import THREADS, Workers
@@ -59,12 +59,8 @@ def run_parts_on_workers(
     rebuild: Rebuild,
     file: store.StatisticsFile,
     on_share: Callable[[float], None],
-    second_BT: Tokens | None,
 ) -> store.StatisticsFile:
-    """All parts that the index does not list yet; `on_share` gets the share of the groups that are done.
-
-    Calls of blocks are compared with those on a second batch while the workers run.
-    """
+    """All parts that the index does not list yet; `on_share` gets the share of the groups that are done."""
     shared = workers.share(_sent(work, rebuild))
     owner = new_owner()
     num_parts, num_groups = len(work.parts), len(work.run.groups)
@@ -76,9 +72,6 @@ def run_parts_on_workers(
             while len(running_tasks) < AHEAD * workers.number and (task := progress.take(file.done)):
                 function = merge_groups if task[1] == MERGE else calibrate_group
                 running_tasks[workers.submit(function, shared, *task, owner)] = task
-            if second_BT is not None and work.kind == store.BLOCKS:
-                require_same_calls(work.run.module, second_BT, work.recording, blocks=work.run.blocks)
-                second_BT = None
             if not running_tasks:
                 time.sleep(ASK_AGAIN_SECONDS)
             timeout = ASK_AGAIN_SECONDS if claimed else None

@@ -100,9 +100,7 @@ def _run(
 ) -> store.StatisticsFile:
     """Try the ways in order; an interrupted run continues in the way that it had reached."""
     batches = [windows_BT for _, windows_BT in run.batches()]
-    recordings = record_calls(
-        run.module, batches, blocks=run.blocks, matrices=run.matrices, compares=workers is None
-    )
+    recordings = record_calls(run.module, batches, blocks=run.blocks, matrices=run.matrices)
     recording = recordings[min(run.batch, len(run.tokens_BT))]
     if not file.done:
         file = replace(file, kind=WHOLE if recording.problem else BLOCKS, reason=recording.problem)
@@ -118,8 +116,7 @@ def _run(
             file = replace(file, done=0, located={})
         try:
             if workers and rebuild:
-                second_BT = batches[1] if len(batches) > 1 and len(batches[1]) == run.batch else None
-                return run_parts_on_workers(workers, work, rebuild, file, reporter.reach, second_BT)
+                return run_parts_on_workers(workers, work, rebuild, file, reporter.reach)
             return _run_parts(work, file, reporter)
         except NotBlockwiseError as error:
             if file.kind == APART:

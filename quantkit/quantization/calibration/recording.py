@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantization.calibration.replay import BlockCall, NotBlockwiseError, Place, digest_of, forward
+from quantkit.quantization.calibration.replay import (
+    BlockCall,
+    Place,
+    blocks_left_out,
+    digest_of,
+    forward,
+)
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.modules import watching_inputs
 
@@ -40,36 +46,43 @@ class Recording:
 
 def record_calls(
     module: nn.Module,
-    batches: Iterable[Tokens],
+    batches: Sequence[Tokens],
     *,
     blocks: Mapping[str, nn.Module],
     matrices: Mapping[str, nn.Module],
-    compares: bool = True,
 ) -> dict[int, Recording]:
     """Batch size -> recording; a second batch of the first size shows which arguments depend on the text."""
-    recordings: list[tuple[int, Recording]] = []
-    for windows_BT in batches:
-        sizes = [size for size, _ in recordings]
-        if (compares and len(recordings) < 2) or len(windows_BT) not in sizes:
-            recordings.append((len(windows_BT), record(module, windows_BT, blocks=blocks, matrices=matrices)))
-        if recordings[0][1].problem:  # the model will be run whole
-            break
-    first_size, first = recordings[0]
+    first = record(module, batches[0], blocks=blocks, matrices=matrices)
     first.problem = first.problem or _misplaced_matrix(first)
-    for size, other in recordings[1:]:
-        change = _change_between(first, other) if size == first_size else None
-        first.problem = first.problem or other.problem or change
-    return dict(reversed(recordings))  # of one size, the first counts
+    recordings = {len(batches[0]): first}
+    is_compared = False
+    for windows_BT in batches[1:]:
+        if first.problem:  # the model will be run whole
+            break
+        if len(windows_BT) not in recordings:
+            other = record(module, windows_BT, blocks=blocks, matrices=matrices)
+            recordings[len(windows_BT)] = other
+            first.problem = other.problem
+        elif len(windows_BT) == len(batches[0]) and not is_compared:
+            first.problem = _problem_of_another(module, windows_BT, first, blocks)
+            is_compared = True
+    return recordings
 
 
-def require_same_calls(
-    module: nn.Module, windows_BT: Tokens, first: Recording, *, blocks: Mapping[str, nn.Module]
-) -> None:
-    """Compare the recording with that of another batch of its size, as `record_calls` does by itself."""
+def _problem_of_another(
+    module: nn.Module, windows_BT: Tokens, first: Recording, blocks: Mapping[str, nn.Module]
+) -> str | None:
+    """Compare the recording with that of another text.
+
+    The first comparison leaves the blocks out, which takes next to no time: an argument that depends on the
+    text, or on an output of a block, differs then too.
+    """
+    with suppress(Exception), blocks_left_out(first.blocks):  # a model may read further outputs of a block
+        other = record(module, windows_BT, blocks=blocks, matrices={})
+        if not (other.problem or _change_between(first, other)):
+            return None
     other = record(module, windows_BT, blocks=blocks, matrices={})
-    problem = other.problem or _change_between(first, other)
-    if problem:
-        raise NotBlockwiseError(problem)
+    return other.problem or _change_between(first, other)
 
 
 def record(

@@ -66,6 +66,28 @@ def forward(module: nn.Module, tokens_BT: Tokens) -> Any:
 
 
 @contextmanager
+def blocks_left_out(blocks: Sequence[BlockCall]) -> Iterator[None]:
+    """Lets each block return the hidden states that it is given, in the place of its outputs."""
+
+    def returning(call: BlockCall) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hidden_BTH = args[call.hidden_at] if isinstance(call.hidden_at, int) else kwargs[call.hidden_at]
+            return _outputs(call, hidden_BTH)
+
+        return run
+
+    with _replaced_forward({call.block: returning(call) for call in blocks}):
+        yield
+
+
+def _outputs(call: BlockCall, hidden_BTH: Tensor) -> Any:
+    """Hidden states where the block returns them, and nothing else."""
+    if call.output_at is None:
+        return hidden_BTH
+    return tuple(hidden_BTH if at == call.output_at else None for at in range(call.num_outputs))
+
+
+@contextmanager
 def head_left_out(module: nn.Module) -> Iterator[None]:
     """Skips the product of lm_head, whose logits may be larger than the model; its input is still watched."""
     getter = getattr(module, "get_output_embeddings", None)
@@ -144,9 +166,7 @@ def run_after(
         def run(*_: Any, **__: Any) -> Any:
             if call is blocks[-1]:
                 on_start()
-            if call.output_at is None:
-                return hidden_BTH
-            return tuple(hidden_BTH if at == call.output_at else None for at in range(call.num_outputs))
+            return _outputs(call, hidden_BTH)
 
         return run
 

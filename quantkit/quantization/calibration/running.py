@@ -1,6 +1,6 @@
 """Running statistics of one input: sums over the rows so far, and the statistics that they come to.
 
-Products and sums are taken in float32 over at most a thousand rows and added up in float64, so that a million
+Products and sums are taken in float32 over a few hundred rows and added up in float64, so that a million
 tokens lose nothing. Products are taken of centred rows (the mean of the first rows is subtracted), since
 float32 would lose a channel's small changes beside its large mean; the mean is put back in float64 later.
 A second moment is symmetric, so only the panels on and right of its diagonal are computed and kept.
@@ -26,8 +26,8 @@ from quantkit.quantization.calibration.statistics import FIELDS
 from quantkit.quantization.grid import Floats
 
 # Letters: T rows (tokens), I channels of the input, S rows of the sample.
-CHUNK_ROWS = 1024
-PANEL = 512
+CHUNK_ROWS = 512  # a panel of their products stays in the cache
+PANEL = 256
 SAMPLE_ROWS = 512
 HELD_OUT_ROWS, HELD_OUT_SHARE = 256, 1 / 8  # at most, of the rows
 TENSORS = ("centre_I", "centred_sum_I", "peak_I", "sum_I", "magnitude_sum_I", "counts")  # of `Running`

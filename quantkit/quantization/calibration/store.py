@@ -39,7 +39,7 @@ from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.runtime.manifest import sum_of
 
-FORMAT_VERSION = 4  # 4: sums of groups of windows
+FORMAT_VERSION = 5  # 5: panels of 256
 INDEX = "index.json"
 VALUES = {"range", "histogram"}  # statistics that are no arrays
 GROUP_FILES = ("group_*.json", "sums_*.bin", "claim_*.json")  # of `groups` and `claims`

@@ -15,6 +15,7 @@ from quantkit.plan.formats import Grid
 from quantkit.quantization.grid import Encoded, Floats, decode_all
 from quantkit.quantization.rounding.rtn import round_to_nearest
 
+PANEL = 256  # columns of a symmetric matrix
 SAMPLED_ROWS = 64  # of a run of rows, without calibration: plain rounding is to stay fast
 
 
@@ -108,5 +109,13 @@ def loses_more(weight_OI: Floats, fitted: Encoded, plain: Encoded, held_out_TI: 
 
 def _squared(rows_OI: Floats, moment_II: Floats | None) -> float:
     """The sum of squared rows, or of the mean squares of their products with the inputs."""
-    products_OI = rows_OI if moment_II is None else rows_OI @ moment_II
-    return float(np.einsum("oi,oi->", products_OI, rows_OI, dtype=np.float64))
+    if moment_II is None:
+        return float(np.einsum("oi,oi->", rows_OI, rows_OI, dtype=np.float64))
+    total = 0.0
+    for begin in range(0, rows_OI.shape[1], PANEL):  # the moment is symmetric: half of it suffices
+        end = begin + PANEL
+        above_IP = moment_II[:end, begin:end].copy()
+        above_IP[:begin] *= 2
+        products_OP = rows_OI[:, :end] @ above_IP
+        total += float(np.einsum("oi,oi->", products_OP, rows_OI[:, begin:end], dtype=np.float64))
+    return total

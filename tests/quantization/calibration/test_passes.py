@@ -212,6 +212,8 @@ class Chain(nn.Module):
         more = {"extra": self.other(input_ids)} if self.kind == "text" else {}
         more |= {"wrapped": object()} if self.kind == "object" else {}
         for layer in self.layers:
+            if self.kind == "state" and layer is not self.layers[0]:
+                more = {"extra": hidden.abs()}
             hidden = layer(hidden, **more)
             hidden = hidden["hidden"] if self.kind == "dictionary" else hidden
             if self.kind == "norm":
@@ -228,6 +230,7 @@ class Chain(nn.Module):
     [
         ("plain", None),
         ("text", "depends on the text"),
+        ("state", "depends on the text"),
         ("norm", "does not read the output"),
         ("between", "'between' is called between blocks"),
         ("twice", "does not read the output|more than once"),
@@ -249,6 +252,12 @@ def test_what_is_no_chain_of_blocks_is_run_whole(tmp_path, kind, reason):
         assert any(part in statistics.way for part in reason.split("|")), statistics.way
     if kind not in ("counts", "diverges"):  # those give other values each time
         check_all(model, statistics, names)
+
+
+def test_a_second_text_is_compared_without_running_the_blocks(tmp_path):
+    model = Chain("plain").double()
+    run(model, tmp_path, wanted=everything(["head"]), blocks=[f"layers.{block}" for block in range(3)])
+    assert [layer.num_calls for layer in model.layers] == [1 + len(TOKENS)] * 3  # recorded once
 
 
 def test_without_blocks_in_as_many_passes_as_memory_asks_for(tmp_path):
