@@ -96,6 +96,7 @@ def original_at_hand(recipe: Recipe) -> tuple[str | None, str]:
     if recipe.random_weights:
         return None, "the weights are random, so perplexity says nothing"
     path = Path(recipe.model).expanduser()
-    if recipe.model == "demo" or (path / "config.json").exists() or path.is_file():
+    is_model = path.is_file() or (path / "config.json").exists() or next(path.glob("*.gguf"), None)
+    if recipe.model == "demo" or is_model:
         return recipe.model, ""
     return None, f"the original, {recipe.model}, is not on this disk; --reference MODEL compares with it"

@@ -41,12 +41,14 @@ from quantkit.model.config import (
     without_fetching,
 )
 from quantkit.model.experts import with_separate_experts
+from quantkit.model.gguf.folder import gguf_folder, gguf_in, gguf_note
 from quantkit.model.hub import hub_is_reachable
 from quantkit.model.language_model import has_language_model, language_model
 from quantkit.model.sentence import MODULES_FILE, SentenceModel, read_sentence_model
 from quantkit.model.weights.scales import why_not_read
 
 DEMO_NAME = "demo"
+DEQUANTIZED = "results are compared with it, dequantized, and do not show what its own quantization lost"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 TRANSFORMERS_MAJOR = int(transformers.__version__.split(".")[0])
 MAX_MODULES = 200_000  # DeepSeek-V3 has 100,000
@@ -92,6 +94,7 @@ class Source:
     config: Mapping[str, Any]
     folder: Path | None  # where config, tokenizer and weights lie
     quantization: Mapping[str, Any] = field(default_factory=dict)  # how the weights are stored
+    file: Path | None = None  # that holds the weights, where it is a GGUF file
     is_plain: bool = True  # transformers may open the folder as it is
     uses_remote_code: bool = False
     notes: tuple[str, ...] = ()
@@ -106,6 +109,8 @@ def open_source(name: str | Path, *, trust_remote_code: bool = False) -> Source:
         folder = Path(str(resources.files("quantkit") / "assets" / "demo"))
         return Source(name=name, kind="demo", config=_read_config(folder), folder=folder)
     path = Path(name).expanduser()
+    if (path.is_file() or path.is_dir()) and (gguf := gguf_in(path)) is not None:
+        return _gguf_source(gguf)
     if path.is_file():
         path = path.parent
     if path.is_dir():
@@ -122,6 +127,16 @@ def open_source(name: str | Path, *, trust_remote_code: bool = False) -> Source:
         )
     source = Source(name=name, kind="hub", config=_read_config(_fetch_config(name)), folder=None)
     return _cleaned(_check_remote_code(source, trust_remote_code))
+
+
+def _gguf_source(path: Path) -> Source:
+    folder = gguf_folder(path)
+    name = path.resolve().stem
+    notes = (f"{gguf_note(path)}: {DEQUANTIZED}",)
+    source = Source(
+        name=name, kind="folder", config=_read_config(folder), folder=folder, notes=notes, file=path
+    )
+    return replace(_cleaned(source), is_plain=False)
 
 
 def known_names() -> tuple[str, ...]:

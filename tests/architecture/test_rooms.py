@@ -31,6 +31,7 @@ ROOMS = (
 LIBRARIES = {  # the one room that imports it
     "transformers": "model",
     "huggingface_hub": "model",
+    "gguf": "model/gguf",
     "optimum": "export/traced",
     "onnx": "export",
     "onnx_ir": "export",

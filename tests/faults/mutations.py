@@ -130,6 +130,25 @@ def safetensors_files(draw: st.DrawFn, seed: bytes) -> bytes:
 
 
 @st.composite
+def gguf_files(draw: st.DrawFn, seed: bytes) -> bytes:
+    """Numbers of the header overwritten, keys and names renamed, or bytes damaged anywhere."""
+    content = bytearray(seed)
+    end = seed.rindex(b".weight") + 32  # of the header
+    for _ in range(draw(st.integers(1, 3))):
+        size = draw(st.sampled_from((4, 8)))
+        values = (0, 1, 2, 3, 7, 8, 9, 12, 31, 255, 1 << 20, (1 << 31) - 1, (1 << 63) - 1, (1 << 64) - 1)
+        value = draw(st.sampled_from(values)) % (1 << 8 * size)
+        word = draw(
+            st.sampled_from((b"GGUF", b"llama.", b"tokenizer.", b"blk.", b"\x08\0\0\0", b"\x09\0\0\0"))
+        )
+        place = seed.find(word, draw(st.integers(0, end)))
+        place = draw(st.integers(0, end)) if place < 0 else place + draw(st.integers(-8, 32))
+        place = max(0, place)
+        content[place : place + size] = value.to_bytes(size, "little")
+    return draw(damaged(bytes(content))) if draw(st.integers(0, 4)) == 0 else bytes(content)
+
+
+@st.composite
 def npy_files(draw: st.DrawFn, seed: bytes) -> bytes:
     kind = draw(st.sampled_from(("header", "header", "array", "bytes")))
     if kind == "bytes":

@@ -70,6 +70,19 @@ def read_weights(folder: Path, file: Path) -> None:
         tensors.read(name)
 
 
+def read_gguf(folder: Path, file: Path) -> None:
+    from quantkit.model.load import build_on_meta, open_source
+    from quantkit.model.weights.open import header_notes, open_tensors, tensors_by_name
+
+    source = open_source(file)
+    module = build_on_meta(source)
+    header_notes(source, module)
+    tensors = open_tensors(source, module)
+    for name in tensors_by_name(module):
+        if tensors.has(name):
+            tensors.read(name)
+
+
 def read_modules(folder: Path, file: Path) -> None:
     from quantkit.model.sentence import read_sentence_model
 
@@ -319,6 +332,7 @@ PARSERS: dict[str, Parser] = {
     "modules": Parser("model", "modules.json", JSON, read_modules, MODULES),
     "pooling": Parser("model", "pooling.json", JSON, read_pooling, POOLING),
     "weights": Parser("model", "model.safetensors", TENSORS, read_weights),
+    "GGUF": Parser("gguf", "model.gguf", mutations.gguf_files, read_gguf),
     "weights index": Parser("model", "model.safetensors.index.json", JSON, read_weights, _index()),
     "tokenizer": Parser("model", "tokenizer.json", JSON, read_tokenizer),
     "tokenizer config": Parser("model", "tokenizer_config.json", JSON, read_token_files, SPECIAL),

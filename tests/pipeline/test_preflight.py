@@ -125,6 +125,7 @@ def test_an_adapter_and_a_gguf_file(folder, monkeypatch):
     (folder / "adapter_config.json").unlink()
     (folder / "model.safetensors").rename(folder / "model.Q4_1.gguf")
     assert "GGUF" in refused(folder, monkeypatch)
+    (folder / "model.Q4_1.gguf").unlink()
     torch.save({}, folder / "pytorch_model.bin")
     assert "pickle" in refused(folder, monkeypatch)
 

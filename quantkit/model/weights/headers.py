@@ -11,7 +11,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
@@ -38,6 +41,19 @@ CONVERSION = (
 )
 
 
+class Packed(Protocol):
+    """A weight that no plain array of numbers holds: in blocks with scales, or in several tensors."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def described(self) -> str: ...
+
+    def read(self, start: int, count: int) -> NDArray[np.float32]:
+        """Rows of the weight, in float32."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
     """Location, type and shape of one tensor of a checkpoint."""
@@ -49,6 +65,7 @@ class StoredTensor:
     offset: int  # of its first byte in the file
     scale: StoredTensor | None = None  # the values are multiplied by it
     block: tuple[int, ...] = ()  # values that share a scale, along each axis
+    packed: Packed | None = None  # how its values are read where they are no array of `dtype`
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -76,14 +93,6 @@ def _refuse_other_forms(folder: Path) -> None:
             where=str(folder),
             allowed="safetensors checkpoints",
             next_step=f"convert it once: {CONVERSION}",
-        )
-    quantized = [path.name for path in files if path.suffix == ".gguf"]
-    if quantized:
-        raise InputError(
-            f"the weights are a GGUF file ({', '.join(quantized[:3])}), which is quantized for llama.cpp",
-            where=str(folder),
-            allowed="safetensors checkpoints",
-            next_step="start from the checkpoint that the file was made from",
         )
 
 

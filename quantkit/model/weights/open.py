@@ -19,6 +19,7 @@ from torch import nn
 from quantkit.errors import InputError
 from quantkit.files import reading
 from quantkit.model.experts import split_experts
+from quantkit.model.gguf.folder import gguf_tensors, is_gguf_folder
 from quantkit.model.hub import hub_is_reachable
 from quantkit.model.load import DEMO_NAME, Source, build_on_meta, with_sentence
 from quantkit.model.model_map import ModelMap
@@ -82,8 +83,15 @@ class Checkpoint:
     computed: Mapping[str, NDArray[np.float32]]  # what no file holds and the class computes
 
 
+def read_stored(folder: Path, source: Source) -> dict[str, StoredTensor]:
+    """The tensors in the source's folder, by their own names."""
+    if is_gguf_folder(folder):
+        return gguf_tensors(folder, source.config)
+    return with_scales(read_headers(folder), source.quantization)
+
+
 def read_checkpoint(source: Source, module: nn.Module) -> Checkpoint:
-    stored = with_scales(read_headers(source.folder), source.quantization) if source.folder else {}
+    stored = read_stored(source.folder, source) if source.folder else {}
     stored = split_experts(stored, source.config["model_type"])
     expected = tensors_by_name(module)
     matched = match(stored, expected, prefixes=prefixes_of(module))

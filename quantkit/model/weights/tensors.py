@@ -81,7 +81,7 @@ class CheckpointTensors:
         tensor = self._get(name)
         rows = (tensor.shape or (1,))[0]
         count = rows - start if count is None else min(count, rows - start)
-        values = _read_rows(tensor, start, count)
+        values = tensor.packed.read(start, count) if tensor.packed else _read_rows(tensor, start, count)
         if tensor.scale is not None:
             values *= _scale_rows(tensor, tensor.scale, start, count)
         _require_finite(values, tensor)
@@ -90,6 +90,8 @@ class CheckpointTensors:
 
 def stored_bytes(tensor: StoredTensor) -> int:
     """Bytes of a tensor and of its scale in the checkpoint."""
+    if tensor.packed:
+        return tensor.packed.num_bytes
     return math.prod(tensor.shape) * _width(tensor) + (stored_bytes(tensor.scale) if tensor.scale else 0)
 
 

@@ -325,7 +325,7 @@ def _statistics_folder(prepared: Prepared, step: str) -> tuple[Path, Prepared]:
 def _cached_statistics(prepared: Prepared) -> Path:
     """A folder of the cache for this model and these settings, locked while this process lives."""
     source, recipe = prepared.resolved.source, prepared.resolved.recipe
-    place = str(source.folder) if source.folder else source.name
+    place = str(source.file or source.folder or source.name)
     settings = [place, recipe.model_dump(include={"calibration", "transforms", "fit", "select", "seed"})]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     name = f"{prepared.model_map.name.replace('/', '--')}-{digest}"

@@ -334,12 +334,12 @@ def searched_formats(recipe: Recipe) -> tuple[str, ...]:
 
 def _identity(resolved: Resolved) -> str:
     """Names, sizes and times of the weight files: identifies weights without reading them."""
-    folder = resolved.source.folder
+    folder, file = resolved.source.folder, resolved.source.file
     if folder is None:
         return f"{resolved.source.name} {resolved.recipe.seed}"
-    files = sorted(folder.glob("*.safetensors"))
+    files = [file] if file else sorted(folder.glob("*.safetensors"))
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{folder.resolve()} {stats}"
+    return f"{(file or folder).resolve()} {stats}"
 
 
 def _priced(unit: PackOptions, pack: Pack, times: Times, *, by_time: bool) -> PackOptions:

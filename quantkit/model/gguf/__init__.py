@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp as checkpoints: header, architectures, tokenizer, and the folder made of them."""
