@@ -47,13 +47,18 @@ def _one_line(text: str) -> str:
 def not_one_of(value: str, names: Iterable[str], *, where: str, what: str = "") -> InputError:
     """A name that is not in a list, with the nearest one that is."""
     names = list(names)
-    nearest = difflib.get_close_matches(value, names, n=1)
     return InputError(
         what or f"'{value}'",
         where=where,
         allowed=", ".join(names),
-        next_step=f"did you mean '{nearest[0]}'?" if nearest else "",
+        next_step=did_you_mean(value, names),
     )
+
+
+def did_you_mean(value: str, names: Iterable[str]) -> str:
+    """A question with the name nearest to a mistyped one; empty where none is near."""
+    nearest = difflib.get_close_matches(value, list(names), n=1)
+    return f"did you mean '{nearest[0]}'?" if nearest else ""
 
 
 class MissingProviderError(InputError):

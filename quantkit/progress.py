@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
 QUIET_SECONDS = 1.0  # a shorter stage has no bar
+OTHER_COLUMNS = 74  # at most, beside the bar: stage, amount, rate and time
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 Advance = Callable[[int], None]
 
@@ -37,6 +39,23 @@ class _AmountColumn(ProgressColumn):
         if task.total is None:
             return Text("")
         return Text(f"{amount(task.completed)} of {amount(task.total)} {task.fields['unit']}")
+
+
+class _RateColumn(ProgressColumn):
+    """Amount a second; empty without a total."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{amount(float(f'{task.speed:.3g}'))}/s" if task.total and task.speed else "")
+
+
+class _TimeColumn(ProgressColumn):
+    """Time left, or time spent where no rate is known."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.time_remaining if task.total else None
+        known = task.elapsed if seconds is None else seconds
+        text = str(timedelta(seconds=max(0, int(known or 0))))
+        return Text(text if seconds is None else f"{text} left")
 
 
 class Progress:
@@ -94,10 +113,10 @@ class Progress:
             return
         bars = Bars(
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=min(40, max(6, self._console.width - OTHER_COLUMNS))),
             _AmountColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            _RateColumn(),
+            _TimeColumn(),
             console=self._console,
             redirect_stdout=False,  # output of the command stays on stdout while a bar is drawn
         )

@@ -128,9 +128,8 @@ def whole_text(decoder, features_BTI):
         features_BTI, mask = np.pad(features_BTI, ((0, 0), (0, 1), (0, 0))), np.pad(mask, ((0, 0), (0, 1)))
     feeds = {
         FEATURES: np.ascontiguousarray(features_BTI, np.float32),
-        "attention_mask": mask,
+        "attention_mask": mask * length,
         "position_ids": positions_of(mask, mask.shape[1]),
-        "num_features": np.array([length]),
     }
     for past, _, heads, width in decoder.caches:
         feeds[past] = np.zeros((batch, heads, 0, width), np.float32)
@@ -144,9 +143,8 @@ def whole_run(session, ids):
     decoder = decoder_of(session)
     feeds = {
         "input_ids": ids,
-        "attention_mask": np.ones_like(ids),
+        "attention_mask": np.full_like(ids, ids.shape[1]),
         "position_ids": np.arange(ids.shape[1])[None].repeat(len(ids), 0),
-        "num_logits": np.array([ids.shape[1]]),
     }
     for past, _, heads, width in decoder.caches:
         feeds[past] = np.zeros((len(ids), heads, 0, width), np.float32)

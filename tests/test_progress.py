@@ -58,10 +58,28 @@ def test_a_long_stage_has_a_bar_with_its_amount(terminal):
     assert "1k of 4k tokens" in shown
 
 
-def test_a_long_stage_that_reports_nothing_has_a_bar_too(terminal):
+@pytest.mark.parametrize("columns", [80, 160])
+def test_a_bar_tells_rate_and_time_left_on_one_line(terminal, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bars = Progress(file=terminal, after_seconds=0.0)
+    with bars.stage("inputs for histograms", total=10**9, unit="tokens") as advance:
+        for _ in range(8):
+            advance(10**6)
+            time.sleep(0.1)
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()))
+    (done, rate, left) = re.findall(
+        r"(\d+M) of 1G tokens +([\d.]+M)/s +0:(\d\d:\d\d) left", "\n".join(lines)
+    )[-1]
+    shares = float(rate[:-1]), 60 * int(left[:2]) + int(left[3:])
+    assert shares[0] == pytest.approx(10, rel=0.5)
+    assert shares[1] == pytest.approx((1000 - int(done[:-1])) / shares[0], rel=0.5)
+    assert max(map(len, lines)) <= columns
+
+
+def test_a_long_stage_that_reports_nothing_has_a_bar_and_its_time(terminal):
     with Progress(file=terminal, after_seconds=0.02).stage("exporting"):
         time.sleep(0.2)
-    assert "exporting" in terminal.getvalue()
+    assert re.search(r"exporting.*0:00:00", terminal.getvalue())
 
 
 def test_what_is_printed_under_a_bar_stays_on_stdout(terminal, capsys):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from quantkit.cli.app import AsJson, CheckFiles, app
-from quantkit.errors import InputError
+from quantkit.errors import InputError, not_one_of
 
 if TYPE_CHECKING:
     from quantkit.runtime.chat import ChatTemplate, Message
@@ -78,7 +78,7 @@ def generate(
     prompts = _read_prompts(prompts or [], chat=chat)
     if system is not None and not chat:
         raise InputError("only a chat has a system's turn", where="--system", next_step="add --chat")
-
+    _check_host_flags(host, token_file, features)
     if max_new_tokens < 1:
         raise InputError(f"{max_new_tokens}", where="--max-new-tokens", allowed="1 or more")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -111,6 +111,16 @@ def generate(
                 typer.echo(piece, nl=False)
         else:
             _show_all(prompts, beginnings, steps, text, as_json=as_json)
+
+
+def _check_host_flags(host: str | None, token_file: Path | None, features: str) -> None:
+    from quantkit.private.protocol import DTYPES
+
+    if features not in DTYPES:
+        raise not_one_of(features, DTYPES, where="--features")
+    for flag, is_given in (("--token-file", token_file is not None), ("--features", features != "float32")):
+        if is_given and host is None:
+            raise InputError("no host is named that it is for", where=flag, next_step="add --host")
 
 
 def _encoded(

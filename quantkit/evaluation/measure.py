@@ -286,13 +286,15 @@ def _memory(
             raise InputError(f"{name} ended the process that was to {stage} the model")
         if child.exit_code:
             raise RuntimeError(f"the memory trial failed: {child.errors.strip()[-400:]}")
+        count(1)
         return child.peak_bytes
 
     def peaks(folder: Path) -> PeakMemory:
         load = peak_bytes("load", folder)
         return PeakMemory(load_peak_bytes=load, run_peak_bytes=peak_bytes(run, folder))
 
-    with progress.stage("memory"):
+    num_trials = 5 if reference else 3
+    with progress.stage("memory", total=num_trials, unit="processes") as count:
         return Memory(
             quantized=peaks(artifact.folder),
             reference=peaks(reference) if reference else None,

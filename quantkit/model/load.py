@@ -30,7 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ2SEQ
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, did_you_mean
 from quantkit.files import expect, read_json, reading
 from quantkit.model.architectures.register import OWN_MODELS
 from quantkit.model.config import (
@@ -276,7 +276,8 @@ def _fetch_config(name: str) -> Path:
             f"no folder, no built-in model, and the Hub gave nothing ({type(error).__name__})",
             where=name,
             allowed=f"built-in: {DEMO_NAME}, {', '.join(known_names())}",
-            next_step=(
+            next_step=did_you_mean(name, (DEMO_NAME, *known_names()))
+            or (
                 "(1) give a local folder with config.json, (2) use a built-in name, or (3) connect to "
                 f"the network and check the name ('hf download {name}' elsewhere makes a folder to copy)"
             ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, did_you_mean
 from quantkit.files import read_json
 
 KINDS = ("cpu", "gpu", "npu")
@@ -120,6 +120,7 @@ def machine(name: str) -> Machine:
             f"no machine is called {name!r}",
             where="device",
             allowed=f"{', '.join((*MACHINES, THIS))}, or a {FILE_ENDING} file with one",
+            next_step=did_you_mean(name, (*MACHINES, THIS)),
         )
     return MACHINES[name]
 

@@ -12,7 +12,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Sequence
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, did_you_mean
 from quantkit.model.model_map import ATTENTION_ROLES, FFN_ROLES, ROUTING_ROLES, Block, Layer, ModelMap, Role
 from quantkit.plan.plan import Count, FormulaCheck, LayerPlan, Plan
 
@@ -88,7 +88,8 @@ def check_patterns(model_map: ModelMap, patterns: Sequence[str], flag: str) -> N
                 f"'{pattern}' matches no projection of {model_map.name}",
                 where=f"--{flag}",
                 allowed=f"a role ({', '.join((*ROLE_GROUPS, *roles))}) or a glob on names",
-                next_step=f"'quantkit inspect {model_map.name}' lists the names",
+                next_step=did_you_mean(pattern, (*ROLE_GROUPS, *roles))
+                or f"'quantkit inspect {model_map.name}' lists the names",
             )
 
 

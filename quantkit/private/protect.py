@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit.errors import InputError, did_you_mean
 from quantkit.export.check import Placement, check_models
 from quantkit.export.fused.split import emit_blocks, emit_embedding, emit_head
 from quantkit.export.genai import CONFIG_FILE
@@ -160,6 +160,7 @@ def check_permutes(permutes: Collection[str]) -> None:
             else "without 'residual' the host would see the features as they are",
             where="--permute",
             allowed=f"residual, and with it any of {', '.join(list(PERMUTED)[1:])}",
+            next_step=did_you_mean(unknown[0], PERMUTED) if unknown else "",
         )
 
 

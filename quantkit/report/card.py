@@ -13,6 +13,7 @@ from pathlib import Path
 from quantkit.recipe import Recipe
 from quantkit.report.clients import Head, head_of, loading
 from quantkit.report.inspection import plan_lines
+from quantkit.report.losses import scheme_text
 from quantkit.report.measurements import measured_tables, protocol_lines, verdict_line
 from quantkit.report.tables import Json, Page, to_markdown
 
@@ -45,7 +46,7 @@ def model_card(document: Json, recipe: Recipe) -> str:
         metadata |= {"base_model": base, "base_model_relation": "quantized"}
     sections = (
         "\n".join(("---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---")),
-        f"# {document['model']}, quantized to {document['scheme']}",
+        f"# {document['model']}, quantized to {scheme_text(document)}",
         f"An ONNX graph for the target `{document['target']}`, written by quantkit. {_verdict(document)}",
         "## Measured\n\n" + to_markdown(Page(tables=measured_tables(document)[:1])).strip(),
         "\n".join(f"- {line}" for line in protocol_lines(document)),

@@ -46,17 +46,15 @@ import numpy as np
 import onnxruntime
 from tokenizers import Tokenizer
 
-options = onnxruntime.SessionOptions()
-options.log_severity_level = 3  # without it a notice says that num_logits may be given
-session = onnxruntime.InferenceSession("model.onnx", options)
+session = onnxruntime.InferenceSession("model.onnx")
 ids = np.array([Tokenizer.from_file("tokenizer.json").encode("The king is").ids])
-feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.size)[None]}
+mask = np.full_like(ids, ids.size)  # logits of this many last tokens; a mask of ones: of the last one
+feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.arange(ids.size)[None]}
 for entry in session.get_inputs():
     if entry.name.startswith("past_key_values"):  # an empty cache
         _, heads, _, size = entry.shape
         kind = np.int8 if "int8" in entry.type else np.float32
         feeds[entry.name] = np.zeros((1, heads, 0, size), kind)
-feeds["num_logits"] = np.array([ids.size])  # logits of this many last tokens; left out, of the last one
 print(session.run(["logits"], feeds)[0].shape)"""
 PIPELINE = """\
 from optimum.onnxruntime import ORTModelFor{name}Classification

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.report.figures import figures, megabytes
+from quantkit.report.losses import scheme_text
 from quantkit.report.tables import Json, Page, Table
 
 PACKAGES = ("onnxruntime",)  # packages whose version decides speed and, by kernels, accuracy
@@ -126,7 +127,8 @@ def _compared(first: Json, report: Json) -> ComparedArtifact:
         elif first_value:
             ratios[key] = value / first_value
     return ComparedArtifact(
-        **{key: report[key] for key in ("folder", "model", "scheme", "target")},
+        **{key: report[key] for key in ("folder", "model", "target")},
+        scheme=scheme_text(report),
         values=values,
         ratios=ratios,
         not_compared=not_compared,

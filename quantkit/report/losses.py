@@ -82,6 +82,18 @@ def _fallback(losses: Iterable[Json]) -> str:
     return f"; {count} rounded to nearest, where the fit loses more on held-out tokens" if count else ""
 
 
+def scheme_text(document: Json) -> str:
+    """The scheme, or the formats that a search chose in its place."""
+    search = document.get("search")
+    return f"{formats_text(search['chosen'])} (searched)" if search else str(document["scheme"])
+
+
+def formats_text(candidate: Json) -> str:
+    """The formats of a configuration of the search, the most frequent first."""
+    counts = Counter(name for _, name in candidate["choices"]).most_common()
+    return ", ".join(f"{count} x {name}" for name, count in counts)
+
+
 def budget_line(search: Json) -> str:
     """Every limit, and whether it is held."""
     size = f"size within {megabytes(search['max_bytes'])} MB, held" if "max_bytes" in search else ""
@@ -99,9 +111,8 @@ def _loss_limits(search: Json) -> str:
 
 
 def _choice(search: Json) -> str:
-    counts = Counter(name for _, name in search["chosen"]["choices"]).most_common()
     num_models = len(search["candidates"]) + len(search["verdicts"])
-    return f"{num_models} models measured; chosen: {', '.join(f'{count} {name}' for name, count in counts)}"
+    return f"{num_models} models measured; chosen: {formats_text(search['chosen'])}"
 
 
 def _losses(losses: Sequence[Json]) -> Table:

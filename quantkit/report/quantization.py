@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from quantkit.report.alarms import alarms_of
 from quantkit.report.figures import figures
 from quantkit.report.inspection import plan_lines
-from quantkit.report.losses import loss_lines, loss_tables
+from quantkit.report.losses import loss_lines, loss_tables, scheme_text
 from quantkit.report.measurements import measured_tables, protocol_lines, verdict_line
 from quantkit.report.tables import Json, Page
 
@@ -39,7 +39,7 @@ def brief_page(document: Json) -> Page:
 
 
 def _head(document: Json, *, brief: bool = False) -> Iterable[str]:
-    yield f"{document['model']}: {document['scheme']} for {document['target']}"
+    yield f"{document['model']}: {scheme_text(document)} for {document['target']}"
     counts, *formula = plan_lines(document)
     yield counts
     if not brief:

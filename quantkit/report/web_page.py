@@ -21,7 +21,7 @@ from quantkit.report.figures import figures, megabytes
 from quantkit.report.histograms import PackPictures, pack_pictures
 from quantkit.report.inspection import plan_lines
 from quantkit.report.layer_map import LayerMap, layer_map, layer_table
-from quantkit.report.losses import budget_line, loss_lines, loss_tables
+from quantkit.report.losses import budget_line, formats_text, loss_lines, loss_tables, scheme_text
 from quantkit.report.measurements import (
     head_figures,
     machine_line,
@@ -93,7 +93,7 @@ def report_html(document: Json) -> str:
     page = WebPage(
         title=document["model"],
         kicker="Quantization report",
-        subtitle=f"{document['scheme']} for {document['target']}",
+        subtitle=f"{scheme_text(document)} for {document['target']}",
         verdict=verdict,
         verdict_text=VERDICTS.get(verdict, verdict),
         summary="; ".join(_summary(document)),
@@ -297,6 +297,7 @@ def _search_picture(search: Json | None) -> Scatter | None:
             y=candidate["loss"]["kl_divergence"],
             label=candidate["label"],
             description=f"{candidate['label']}{', chosen' if candidate['choices'] == chosen else ''}\n"
+            f"{formats_text(candidate)}\n"
             f"{megabytes(candidate['num_bytes'])} MB of projections\n"
             f"KL divergence {candidate['loss']['kl_divergence']:.3g}\n"
             f"perplexity {candidate['loss']['ppl_increase']:+.2%}\n"

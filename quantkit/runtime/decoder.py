@@ -30,6 +30,8 @@ from quantkit.runtime.graph import (
     threads_of,
 )
 
+NUM_LOGITS = "num_logits"  # an input of files of an older quantkit, in place of the mask's largest number
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
@@ -301,14 +303,19 @@ def cached_values(decoder: Decoder, ids: Ints) -> list[NDArray[Any]]:
 
 
 def _feeds(decoder: Decoder, ids: Ints, mask: Ints, num_logits: int) -> dict[str, NDArray[Any]]:
+    """Inputs of whole texts; the largest number of the mask is that of last positions with logits."""
     pasts = {
         past: np.zeros((len(ids), heads, 0, width), decoder.cache_type)
         for past, _, heads, width in decoder.caches
     }
+    positions = positions_of(mask, ids.shape[1])
+    if any(value.name == NUM_LOGITS for value in decoder.session.get_overridable_initializers()):
+        pasts[NUM_LOGITS] = np.array([num_logits], np.int64)
+    else:
+        mask = mask * num_logits
     return {
         "input_ids": np.ascontiguousarray(ids, np.int64),
         "attention_mask": mask,
-        "position_ids": positions_of(mask, ids.shape[1]),
-        "num_logits": np.array([num_logits], np.int64),
+        "position_ids": positions,
         **pasts,
     }

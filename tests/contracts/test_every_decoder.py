@@ -7,6 +7,7 @@ read back into transformers' modules with inputs rounded as the operators round 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,9 +209,8 @@ def test_as_many_logits_as_a_caller_wants_end_at_each_rows_last_token(wanted, tm
     for shown, ends in ((mask, LENGTHS), (left, [ids.shape[1]] * len(ROWS))):
         feeds = {
             "input_ids": ids,
-            "attention_mask": shown,
+            "attention_mask": shown * wanted,
             "position_ids": positions_of(shown, ids.shape[1]),
-            "num_logits": np.array([wanted]),
         }
         for past, _, heads, width in decoder.caches:
             feeds[past] = np.zeros((len(ids), heads, 0, width), np.float32)
@@ -220,6 +220,17 @@ def test_as_many_logits_as_a_caller_wants_end_at_each_rows_last_token(wanted, tm
             first = max(end - wanted, 0)
             expected = everything[row, first : first + wanted]
             assert error(made[row], expected).relative < 1e-6
+
+
+@pytest.mark.once
+def test_a_file_of_an_older_quantkit_gives_logits_of_every_position():
+    """It has the input `num_logits` instead of a number in the mask."""
+    folder = Path(__file__).parents[1] / "faults" / "corpus" / "artifact"
+    decoder = open_decoder(folder, threads=1)
+    assert [value.name for value in decoder.session.get_overridable_initializers()] == ["num_logits"]
+    ids = np.array([[5, 9, 20, 33, 7]])
+    one_at_a_time = one_by_one(decoder, ids, prompt=1)
+    assert error(decoder.logits(ids), one_at_a_time).relative < 1e-5
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)

@@ -203,7 +203,6 @@ def test_fixed_sizes_are_promised(exported):
     row = dataclasses.replace(TARGETS["cpu"], is_static=True)
     found = list(broken_promises(model, row))
     assert "input 'input_ids' has the free size batch, sequence" in found
-    assert all("num_logits" not in fault for fault in found), "one with a default has a fixed size"
     for value in (*model.graph.input, *model.graph.output):
         for size in value.type.tensor_type.shape.dim:
             size.dim_value = size.dim_value or 1

@@ -32,6 +32,7 @@ def test_the_bare_command_shows_its_help(monkeypatch):
         (["bench", "demo", "--provider", "cpuu"], "cpu"),
         (["compare", "a", "b", "--format", "tabel"], "table"),
         (["verify", "demo", "--check", "alll"], "all"),
+        (["generate", "demo", "text", "--features", "float15"], "float16"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -39,6 +40,24 @@ def test_a_mistyped_name_is_answered_with_the_nearest(arguments, nearest):
     line = refused(*arguments)
     assert f"'{arguments[-1]}'; allowed: " in line
     assert line.endswith(f"; next: did you mean '{nearest}'?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["inspect", "gtp2"], "gpt2"),
+        (["inspect", "demo", "--include", "attention_qury"], "attention_query"),
+        (["inspect", "demo", "--spec", "--device", "laptop-cpuu"], "laptop-cpu"),
+        (["protect", "demo", "--key", "k", "-o", "x", "--permute", "residul"], "residual"),
+    ],
+)
+def test_names_of_lists_that_hold_more_are_answered_too(arguments, nearest):
+    assert refused(*arguments).endswith(f"; next: did you mean '{nearest}'?")
+
+
+@pytest.mark.parametrize("flag", [("--features", "float16"), ("--token-file", "host.token")])
+def test_flags_of_a_host_need_one(flag):
+    assert refused("generate", "demo", "text", *flag).endswith("; next: add --host")
 
 
 def test_inspect_json_holds_the_contract():

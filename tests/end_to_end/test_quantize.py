@@ -178,6 +178,7 @@ def test_the_report_holds_what_its_web_page_shows(artifact):
 def test_the_code_of_the_page_runs_in_each_client(artifact, monkeypatch, capsys):
     folder, document = artifact
     monkeypatch.chdir(folder)
+    assert (folder / "README.md").read_text(encoding="utf-8").count("logits of this many last tokens") == 1
     codes = list(loading(document))
     assert [code.title for code in codes] == ["quantkit", "optimum", "onnxruntime-genai", "onnxruntime"]
     for code, library in zip(codes, ("quantkit", "optimum", "onnxruntime_genai", "onnxruntime"), strict=True):
@@ -187,6 +188,13 @@ def test_the_code_of_the_page_runs_in_each_client(artifact, monkeypatch, capsys)
             assert shown, code.title
     num_tokens = len(open_text(folder).encode("The king is"))
     assert shown == f"(1, {num_tokens}, 4096)", "onnxruntime alone gives the logits of every token"
+
+
+def test_a_bare_session_prints_no_warning(artifact):
+    folder, _ = artifact
+    program = f"import onnxruntime; onnxruntime.InferenceSession({str(folder / 'model.onnx')!r})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
 def test_generate_continues_a_text_alone_and_in_a_batch(artifact):

@@ -53,16 +53,16 @@ def run(folder, ids=IDS, past=None):
         "attention_mask": np.ones((len(ids), held + ids.shape[1]), np.int64),
         "token_type_ids": np.zeros_like(ids),
         "position_ids": np.tile(held + np.arange(ids.shape[1]), (len(ids), 1)),
-        "num_logits": np.array([ids.shape[1]]),
     }
+    if "past" in str([each.name for each in session.get_inputs()]):
+        feeds["attention_mask"] *= ids.shape[1]  # logits of all
     types = {"tensor(float16)": np.float16, "tensor(float)": np.float32}
     for each in session.get_inputs():
         if each.name.startswith("past"):
             empty = np.zeros((len(ids), each.shape[1], 0, each.shape[3]), types[each.type])
             feeds[each.name] = past[each.name.replace("past_key_values", "present")] if past else empty
-    declared = [*session.get_inputs(), *session.get_overridable_initializers()]
     names = [each.name for each in session.get_outputs()]
-    found = session.run(names, {each.name: feeds[each.name] for each in declared})
+    found = session.run(names, {each.name: feeds[each.name] for each in session.get_inputs()})
     return dict(zip(names, found, strict=True))
 
 

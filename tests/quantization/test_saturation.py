@@ -155,9 +155,8 @@ def test_onnxruntime_on_a_processor_without_vnni(exported, tmp_path):
     """Its own kernels: wrong by much with 8 bits, right with 7, with blocks, or asked for exact sums."""
     feeds = {
         "input_ids": IDS,
-        "attention_mask": np.ones_like(IDS),
+        "attention_mask": np.full_like(IDS, IDS.shape[1]),
         "position_ids": np.tile(np.arange(IDS.shape[1]), (2, 1)),
-        "num_logits": np.array([IDS.shape[1]]),
     }
     for layer, kind in itertools.product(range(SIZES["n_layer"]), ("key", "value")):
         feeds[f"past_key_values.{layer}.{kind}"] = np.zeros((2, 4, 0, 24), np.float32)

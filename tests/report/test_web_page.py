@@ -208,6 +208,18 @@ def test_the_page_answers_in_the_order_of_the_questions():
     assert places == sorted(places)
 
 
+def test_a_search_names_its_formats_in_place_of_the_scheme():
+    report = deep_report(3)
+    choices = (("first", "int4_block128"), ("second", "int8_block32"), ("third", "int4_block128"))
+    candidates = (replace(report.search.candidates[0], choices=choices), *report.search.candidates[1:])
+    page = page_of(
+        replace(report, search=replace(report.search, candidates=candidates, chosen=candidates[0]))
+    )
+    named = "2 x int4_block128, 1 x int8_block32"
+    assert f"{named} (searched) for {report.target}" in page, "the headline"
+    assert page.count(named) >= 3, "the headline, the budget's line and a point of the picture"
+
+
 def test_what_was_not_measured_is_absent():
     page = page_of(BARE)
     for words in (

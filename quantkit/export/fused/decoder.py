@@ -56,11 +56,10 @@ def emit_decoder(
     ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
     walk.operators.read_mask(ids)
     stream = Stream(walk.embed(ids))
-    walk.operators.choose_rows("num_logits")
+    walk.operators.choose_rows()
     logits, num_classes = walk.logits(walk.blocks(stream))
     # Declared as one position, by which onnxruntime-genai knows that a prompt yields no more.
     graph.output(logits, "logits", TensorProto.FLOAT, ["batch", 1, num_classes])
-    graph.inputs.append(onnx.helper.make_tensor_value_info("num_logits", TensorProto.INT64, [1]))
     return graph.finish(name=model_map.name, target=target, metadata=metadata)
 
 
@@ -87,17 +86,24 @@ class FusedDecoder(FusedOperators):
     total: str = ""  # scalar, int32
     bias: str = ""  # [batch, 1, sequence, total]
     num_new: str = ""  # [1], int64: tokens that each row is given now
+    wanted: str = ""  # scalar, int64: last tokens of each row whose logits the caller wants
     places: str = ""  # [batch, rows, 1], int64: new tokens that logits are computed of
 
     def read_mask(self, new: str) -> None:
         """Inputs for mask and positions; lengths and the padding bias from the mask alone.
+
+        The mask is 0 at padding. Its largest number is the number of last tokens with logits: 1 in the masks
+        of all clients. An input of its own with a default would be an initializer among the inputs, of which
+        onnxruntime warns in every session.
 
         Rows may be padded on either side. Padding on the left keeps its places in the cache, and the bias
         hides them. A row that is padded on the right ends at the last token that the mask shows: attention
         reads no further, and the next token is written right after it, as if the row were alone.
         """
         graph = self.graph
-        mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
+        given = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
+        self.wanted = graph.op("ReduceMax", given, keepdims=0)
+        mask = graph.op("Min", given, graph.constant("i64_scalar_1", np.array(1, np.int64)))
         self.positions = graph.input("position_ids", TensorProto.INT64, ["batch", "sequence"])
         total = graph.op("Shape", mask, start=1, end=2)
         self.last = graph.op("ArgMax", mask, axis=1, keepdims=0, select_last_index=1)
@@ -106,18 +112,17 @@ class FusedDecoder(FusedOperators):
         self.total = graph.op("Squeeze", graph.op("Cast", total, to=TensorProto.INT32))
         self.bias = self.padding_bias(mask, self.num_new)
 
-    def choose_rows(self, name: str) -> None:
-        """The new tokens with logits: as many as the value `name`, up to each row's last that is no padding.
+    def choose_rows(self) -> None:
+        """The new tokens with logits: as many as the caller wants, up to each row's last that is no padding.
 
         A row with fewer tokens starts at its first, so that a caller who wants all has them in order.
         """
         graph = self.graph
-        wanted = graph.constant(name, np.array([1], np.int64))
         zero, one = (graph.constant(f"i64_scalar_{value}", np.array(value, np.int64)) for value in (0, 1))
         # After the last new token, or in a prompt that is padded on the right, where its padding begins.
         end = graph.op("Min", graph.op("Add", self.last, one), self.num_new)
-        first = graph.op("Max", graph.op("Sub", end, wanted), zero)
-        count = graph.op("Squeeze", graph.op("Min", wanted, self.num_new))
+        first = graph.op("Max", graph.op("Sub", end, self.wanted), zero)
+        count = graph.op("Squeeze", graph.op("Min", self.wanted, self.num_new))
         steps = graph.op("Range", zero, count, one)
         places = graph.op("Add", graph.op("Unsqueeze", first, graph.integers(1)), steps)
         self.places = graph.op("Unsqueeze", places, graph.integers(2))

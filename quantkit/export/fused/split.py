@@ -37,19 +37,18 @@ def emit_blocks(
 ) -> onnx.ModelProto:
     """The blocks with their cache: features before the first to features behind the last, before any norm.
 
-    Features come out for `num_features` tokens up to each row's last, 1 by default, like a decoder's logits.
+    Features come out for as many tokens up to each row's last as the mask says, like a decoder's logits.
     """
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
     walk = fused_walk(graph, model_map, contents)
     width = _width(model_map)
     features = graph.input(FEATURES, TensorProto.FLOAT, ["batch", "sequence", width])
     walk.operators.read_mask(features)
-    walk.operators.choose_rows("num_features")
+    walk.operators.choose_rows()
     stream = walk.blocks(Stream(features))
     total = walk.total(stream)
     total = total if stream.pending else graph.op("Identity", total)
     graph.output(total, NEW_FEATURES, TensorProto.FLOAT, ["batch", "wanted", width])
-    graph.inputs.append(onnx.helper.make_tensor_value_info("num_features", TensorProto.INT64, [1]))
     return graph.finish(name=model_map.name, target=target, metadata=metadata)
 
 

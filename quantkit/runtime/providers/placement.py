@@ -263,10 +263,14 @@ def feeds_of(
             feeds[value.name] = np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1], dtype=kind), shape))
         else:
             feeds[value.name] = np.zeros(shape, kind)
-    for value in session.get_overridable_initializers():
-        if value.name == "num_logits" and ids is not None:
-            feeds[value.name] = np.array([count], TYPES[value.type])
+    if ids is not None and not fixed and _has_one_position(session):
+        feeds["attention_mask"] *= count  # the number of positions with logits
     return feeds
+
+
+def _has_one_position(session: onnxruntime.InferenceSession) -> bool:
+    """Whether the graph declares logits of one position, as fused decoders do."""
+    return any(value.name == "logits" and value.shape[1:2] == [1] for value in session.get_outputs())
 
 
 def read_reasons(provider: Provider, path: Path, *, threads: int) -> dict[str, str]:

@@ -231,8 +231,8 @@ def run_model(session, ids, past=None, mask=None):
     past = past or empty
     before = next(iter(past.values())).shape[2]
     mask = np.ones((len(ids), before + ids.shape[1]), np.int64) if mask is None else mask
-    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions_of(mask, ids.shape[1])}
-    given["num_logits"] = np.array([ids.shape[1]])
+    given = {"input_ids": ids, "position_ids": positions_of(mask, ids.shape[1])}
+    given["attention_mask"] = mask * ids.shape[1]  # logits of all
     names = [each.name for each in session.get_outputs()]
     made = dict(zip(names, session.run(names, {**given, **past}), strict=True))
     logits = made.pop("logits")
