@@ -15,7 +15,7 @@ from torch import nn
 from quantkit.model.experts import with_separate_experts
 from quantkit.model.linears import weight_OI
 from quantkit.model.model_map import Role, Rows
-from quantkit.model.names import modules_by_name
+from quantkit.model.names import family_of_module, modules_by_name
 from quantkit.plan.formats import Format, Grid
 from quantkit.quantization.layout import Checkpoint
 from quantkit.quantization.projections import rows_of
@@ -28,6 +28,10 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
     described = checkpoint.description
     modules = modules_by_name(module)
     tied = {layer["tied_to"] for pack in described["packs"] for layer in pack["layers"]} - {None}
+    # Rows of distances are products of weights alone: a runtime computes them once and rounds nothing.
+    family = family_of_module(module)
+    table = getattr(family, "distance_table", None)
+    unrounded = {child.num_embeddings for name, child in modules.items() if table and name.endswith(table)}
     rounded: set[nn.Module] = set()
     scaled: set[nn.Module] = set()
     for pack in described["packs"]:
@@ -47,7 +51,10 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
                 linear.register_forward_pre_hook(input_hook(partial(torch.mul, factors_I)))
             if pack["grid"] and rounds_inputs and linear not in rounded:
                 rounded.add(linear)
-                linear.register_forward_pre_hook(input_hook(_rounding_of_pack(checkpoint, pack)))
+                rounding = _rounding_of_pack(checkpoint, pack)
+                linear.register_forward_pre_hook(
+                    input_hook(lambda x, rounding=rounding: x if x.shape[-2] in unrounded else rounding(x))
+                )
     for table in described["tables"]:
         if table["grid"] and table["name"] not in tied:
             embedding = modules[table["name"]]

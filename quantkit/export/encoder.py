@@ -8,7 +8,7 @@ the start. The head of a task is a row of `HEADS`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -29,13 +29,16 @@ from quantkit.model.model_map import (
 from quantkit.quantization.layout import Pack
 
 OWN: Final = "own"  # the activation of the head where the config sets it apart, or else of the blocks
+OF_BLOCKS: Final = "of blocks"
 
 
 class Step(NamedTuple):
     """A projection of a head, and what follows it."""
 
     projection: str
-    then: Literal["", "Tanh", "Relu", "own"] | Activation = ""  # a standard operator, or an activation
+    then: Literal["", "Tanh", "Relu", "own", "of blocks"] | Activation = (
+        ""  # a standard operator, or an activation
+    )
     is_normed: bool = False  # by the head's norm
 
 
@@ -83,6 +86,11 @@ HEADS: dict[str, Heads] = {
         ),
         widening="embeddings_project",
     ),
+    "deberta_v2": Heads(
+        classes=("DebertaV2",),
+        transform=Step("cls.predictions.transform.dense", OF_BLOCKS, is_normed=True),
+        classifier=(Step("pooler.dense", OWN), Step("classifier")),
+    ),
     "modernbert": Heads(
         classes=("ModernBert",),
         transform=MODERN_HEAD,
@@ -112,7 +120,7 @@ TASKS = (
     "Model",
 )
 PLACEMENTS = (NormPlacement.POST, NormPlacement.PRE)
-POSITIONS = (PositionKind.LEARNED, PositionKind.ROPE)
+POSITIONS = (PositionKind.LEARNED, PositionKind.ROPE, PositionKind.NONE)
 
 
 def why_not_encoder(model_map: ModelMap) -> str | None:
@@ -131,24 +139,28 @@ def why_not_encoder(model_map: ModelMap) -> str | None:
     unknown = [entry.name for entry in model_map.unmapped if entry.name not in unread]
     if unknown:
         return f"'{unknown[0]}' is a parameter of no known kind"
-    reason = next(filter(None, map(_why_not_block, model_map.blocks)), None)
-    if reason is None and model_map.head_activation not in (None, *ACTIVATION_OPS):
+    positions = (*POSITIONS, *([PositionKind.RELATIVE] if model_map.distance_scores else []))
+    reasons = (_why_not_block(block, positions) for block in model_map.blocks)
+    reason = next(filter(None, reasons), None)
+    heads = HEADS[model_map.family]
+    has_own = any(step.then == OWN for step in _steps(heads, task))
+    if reason is None and has_own and model_map.head_activation not in (None, *ACTIVATION_OPS):
         reason = "its head has an activation without a fused operator"
     if reason:
         return reason
-    names = _head_projections(HEADS[model_map.family], task)
+    names = _head_projections(heads, task)
     others = [layer for layer in model_map.layers if layer.role is Role.OTHER]
     strays = [layer.name for layer in others if not any(is_called(layer, name) for name in names)]
     return f"'{strays[0]}' has no place in a fused graph" if strays else None
 
 
-def _why_not_block(block: Block) -> str | None:
+def _why_not_block(block: Block, positions: Sequence[PositionKind]) -> str | None:
     attention, ffn = block.attentions[0], block.ffn
     if block.norm_placement not in PLACEMENTS or block.residual is not Residual.SEQUENTIAL:
         return f"'{block.name}' has neither a norm before each sublayer nor one after each sum"
     if len(block.attentions) > 1 or attention.is_causal or attention.num_kv_heads != attention.num_heads:
         return f"'{block.name}' has more than plain attention in both directions"
-    if attention.position not in POSITIONS or attention.has_query_key_norm or _bends_scores(attention):
+    if attention.position not in positions or attention.has_query_key_norm or _bends_scores(attention):
         return f"its positions are of kind {attention.position}, or its attention is not plain"
     if ffn is None or ffn.activation not in ACTIVATION_OPS:
         return "its FFN has an activation without a fused operator"
@@ -170,8 +182,8 @@ def task_of(model_map: ModelMap) -> str | None:
     )
 
 
-def _head_projections(heads: Heads, task: str) -> set[str]:
-    """Projections outside of the blocks that the task's graph computes."""
+def _steps(heads: Heads, task: str) -> tuple[Step, ...]:
+    """What a task puts on the blocks, the pooler of a bare model apart."""
     steps: Mapping[str, tuple[Step, ...]] = {
         "Model": (),
         "ForMaskedLM": (heads.transform,),
@@ -180,8 +192,14 @@ def _head_projections(heads: Heads, task: str) -> set[str]:
         "ForQuestionAnswering": heads.answers,
         "ForPreTraining": heads.detector,
     }
+    return steps[task]
+
+
+def _head_projections(heads: Heads, task: str) -> set[str]:
+    """Projections outside of the blocks that the task's graph computes."""
     pooler = heads.pooler if task == "Model" else None
-    return {name for name in (*(step.projection for step in steps[task]), pooler, heads.widening) if name}
+    names = [step.projection for step in _steps(heads, task)]
+    return {name for name in (*names, pooler, heads.widening) if name}
 
 
 def is_called(layer: Layer, name: str) -> bool:
@@ -293,7 +311,7 @@ class EncoderWalk(Walk):
         assert ffn is not None
         if isinstance(step.then, Activation):
             return step.then
-        return self.model_map.head_activation or ffn.activation
+        return ffn.activation if step.then == OF_BLOCKS else self.model_map.head_activation or ffn.activation
 
 
 def depths(blocks: tuple[Block, ...]) -> list[Block]:

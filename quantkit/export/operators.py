@@ -61,6 +61,32 @@ def matmul(graph: Graph, pack: Pack, x: str) -> str:
     )
 
 
+def constant_matmul(graph: Graph, pack: Pack, x: str) -> str:
+    """x W^T + b for rows x that depend on weights alone.
+
+    onnxruntime computes it as it opens a graph, from standard operators: it folds none of its own. Inputs are
+    not rounded. Zero points have no such form here, and every run computes their product.
+    """
+    grid, name = pack.grid, pack.name
+    if grid is None or not grid.is_symmetric:
+        return matmul(graph, pack, x)
+    if pack.input_factors:
+        x = graph.op("Mul", x, graph.weight(f"{name}.input_factors"))
+    if grid.block is None:
+        codes_IO = graph.op("Cast", graph.weight(f"{name}.codes_IO"), to=TensorProto.FLOAT)
+        weight_IO = graph.op("Mul", codes_IO, graph.weight(f"{name}.scales"))
+    else:
+        codes = graph.weight(f"{name}.codes")
+        codes = _halves(graph, codes, 2) if grid.bits == 4 else codes
+        values = _decoded(graph, name, codes, grid.bits)
+        rows_OI = _first_columns(
+            graph, graph.op("Reshape", values, graph.integers(0, -1)), pack.in_features, grid.block, axis=1
+        )
+        weight_IO = graph.op("Transpose", rows_OI, perm=[1, 0])
+    product = graph.op("MatMul", x, weight_IO)
+    return graph.op("Add", product, graph.weight(f"{name}.bias")) if pack.has_bias else product
+
+
 def _static(graph: Graph, pack: Pack, x: str, bias: str, *, natively: bool = False) -> str:
     """Standard operators only: the input quantized in a fixed range, both factors dequantized.
 
@@ -149,26 +175,35 @@ def lookup(graph: Graph, entry: TableEntry, ids: str) -> str:
     # No Reshape may touch the codes themselves: onnxruntime would fold it into a second copy of them.
     codes = graph.op("Gather", graph.weight(f"{holder}.codes"), ids, name=name, axis=0)
     if bits == 4:
-        codes = _halves(graph, codes)
-    zero = graph.constant(f"middle_{bits}", np.array(middle(bits), np.float32))
+        codes = _halves(graph, codes, 3)
     if not entry.grid.is_symmetric:
         raise InputError("its table has zero points", where=name, allowed="a symmetric grid for tables")
-    values = graph.op("Sub", graph.op("Cast", codes, to=TensorProto.FLOAT), zero)
-    scales = graph.op("Gather", graph.weight(f"{holder}.scales"), ids, axis=0)
-    scales = graph.op("Cast", scales, to=TensorProto.FLOAT)
-    values = graph.op("Mul", values, graph.op("Unsqueeze", scales, graph.integers(-1)))
-    rows = graph.op("Reshape", values, graph.integers(0, 0, -1))
+    rows = graph.op("Reshape", _decoded(graph, holder, codes, bits, ids), graph.integers(0, 0, -1))
     columns = entry.table.num_columns
-    size = entry.grid.block or columns
-    if columns % size == 0:
+    return _first_columns(graph, rows, columns, entry.grid.block or columns, axis=2)
+
+
+def _decoded(graph: Graph, holder: str, codes: str, bits: int, ids: str = "") -> str:
+    """Values of the codes [..., blocks, block] of a weight, or of some of its rows."""
+    zero = graph.constant(f"middle_{bits}", np.array(middle(bits), np.float32))
+    values = graph.op("Sub", graph.op("Cast", codes, to=TensorProto.FLOAT), zero)
+    scales = graph.weight(f"{holder}.scales")
+    scales = graph.op("Gather", scales, ids, axis=0) if ids else scales
+    scales = graph.op("Cast", scales, to=TensorProto.FLOAT)
+    return graph.op("Mul", values, graph.op("Unsqueeze", scales, graph.integers(-1)))
+
+
+def _first_columns(graph: Graph, rows: str, columns: int, block: int, *, axis: int) -> str:
+    """Rows without the columns that fill their last block."""
+    if columns % block == 0:
         return rows
-    return graph.op("Slice", rows, graph.integers(0), graph.integers(columns), graph.integers(2))
+    return graph.op("Slice", rows, graph.integers(0), graph.integers(columns), graph.integers(axis))
 
 
-def _halves(graph: Graph, both: str) -> str:
-    """Bytes [batch, sequence, blocks, block / 2] as codes of 4 bits, the lower half first."""
+def _halves(graph: Graph, both: str, rank: int) -> str:
+    """Bytes [..., blocks, block / 2] as codes of 4 bits, the lower half first; `rank` axes stay."""
     low = graph.op("BitwiseAnd", both, graph.constant("u8_15", np.array(15, np.uint8)))
     high = graph.op("BitShift", both, graph.constant("u8_4", np.array(4, np.uint8)), direction="RIGHT")
     parts = [graph.op("Unsqueeze", part, graph.integers(-1)) for part in (low, high)]
     pairs = graph.op("Concat", *parts, axis=-1)
-    return graph.op("Reshape", pairs, graph.integers(0, 0, 0, -1))
+    return graph.op("Reshape", pairs, graph.integers(*([0] * rank), -1))

@@ -7,6 +7,7 @@ read cannot mislead the map. Where no module holds a fact, the family's row says
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ from quantkit.model.model_map import (
 from quantkit.model.names import Place, Walk, calls
 from quantkit.model.unknown.probes import curve_of
 from quantkit.model.windows import own_window
+
+KEYS, QUERIES = "c2p", "p2c"  # as configs of DeBERTa call them
 
 
 def split_rows(
@@ -162,7 +165,13 @@ def _scale(module: Any, head_dim: int, index: int) -> float | None:
         is_scaled = getattr(module, "scale_attn_weights", not is_t5)
         scale = head_dim**-0.5 if is_scaled else 1.0
         scale /= index + 1 if getattr(module, "scale_attn_by_inverse_layer_idx", False) else 1
+        scale /= math.sqrt(1 + len(distance_terms(module)))  # as many terms as DeBERTa's scores have
     return None if scale == head_dim**-0.5 else scale
+
+
+def distance_terms(attention: Any) -> frozenset[str]:
+    """Scores of a token and a distance that an attention adds: of the distance's key, of its query."""
+    return frozenset(getattr(attention, "pos_att_type", None) or ()) & {KEYS, QUERIES}
 
 
 def _has(module: nn.Module, path: str) -> bool:

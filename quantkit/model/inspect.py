@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.activations import ACT2FN
 
 from quantkit.errors import InputError
 from quantkit.files import reading
 from quantkit.model import linears
-from quantkit.model.blocks import describe_block, factor_of, split_rows
+from quantkit.model.blocks import KEYS, QUERIES, describe_block, distance_terms, factor_of, split_rows
 from quantkit.model.config import normalise
 from quantkit.model.experts import copy_with_separate_experts
 from quantkit.model.families import family_of
@@ -33,6 +34,7 @@ from quantkit.model.model_map import (
     FFN_ROLES,
     Activation,
     Block,
+    DistanceScores,
     Embedding,
     EmbeddingKind,
     Layer,
@@ -131,6 +133,7 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
         position_offset=_position_offset(walk),
         position_bias=_position_bias(walk, embeddings),
+        distance_scores=_distance_scores(walk, layers),
         head_activation=_head_activation(walk),
         reads_mean=bool(family and read_fact(family.reads_mean, config.raw)),
         num_experts=config.num_experts,
@@ -167,9 +170,41 @@ def _position_bias(walk: Walk, embeddings: Sequence[Embedding]) -> PositionBias 
     return replace(row, table=table.name)
 
 
+def _distance_scores(walk: Walk, layers: Sequence[Layer]) -> DistanceScores | None:
+    name = walk.family.distance_table if walk.family else None
+    table = f"{walk.prefix}{name}"
+    if name is None or table not in walk.modules:
+        return None
+    query = next(layer for layer in layers if layer.role is Role.ATTENTION_QUERY)
+    attention: Any = walk.module.get_submodule(query.matrix.rpartition(".")[0])
+    terms, num_buckets = distance_terms(attention), attention.position_buckets
+    max_distance: int = attention.max_relative_positions
+    if num_buckets > 0 and (num_buckets % 2 or num_buckets // 2 >= max_distance - 1):
+        raise InputError(
+            f"position_buckets is {num_buckets} for distances up to {max_distance}",
+            where="config.json",
+            allowed="an even number below twice the largest distance, or -1",
+        )
+    return DistanceScores(
+        table=table,
+        reach=attention.pos_ebd_size,
+        buckets_from=num_buckets // 2 if num_buckets > 0 else None,
+        max_distance=max_distance,
+        has_keys=KEYS in terms,
+        has_queries=QUERIES in terms,
+    )
+
+
 def _head_activation(walk: Walk) -> Activation | None:
     name = walk.family.head_activation if walk.family else None
-    return curve_of(walk.modules[name]) if name in walk.modules else None
+    if name is None:
+        return None
+    if name in walk.modules:
+        return curve_of(walk.modules[name])
+    kind = walk.config.raw.get(name)
+    if not kind:
+        return None
+    return curve_of(ACT2FN[kind]) if kind in ACT2FN else Activation.OTHER
 
 
 def _notes(walk: Walk, layers: Sequence[Layer]) -> Iterator[str]:
@@ -203,8 +238,18 @@ def _module_from(module: nn.Module, getter: str) -> nn.Module | None:
     return child if isinstance(child, nn.Module) else None
 
 
-def _map_layers(walk: Walk) -> tuple[Layer, ...]:
+def _find_head(walk: Walk) -> nn.Module | None:
+    """The projection to the vocabulary; some classes give another one for it."""
     head = _module_from(walk.module, "get_output_embeddings")
+    kind = linears.kind_of(head) if head is not None else None
+    if head is None or kind is None:
+        return head
+    rows = linears.weight_OI(head, kind).shape[0]
+    return head if walk.config.vocab_size in (None, rows) else None
+
+
+def _map_layers(walk: Walk) -> tuple[Layer, ...]:
+    head = _find_head(walk)
     ranked: list[tuple[tuple[int, int, int], Layer]] = []
     anchors: dict[str, int] = {}
     for order, (_, child) in enumerate(walk.module.named_modules()):
@@ -313,7 +358,7 @@ def _map_embeddings(walk: Walk) -> tuple[Embedding, ...]:
 
 
 def _map_norms(walk: Walk) -> tuple[Norm, ...]:
-    head = _module_from(walk.module, "get_output_embeddings")
+    head = _find_head(walk)
     head_name = walk.names[id(head)][0] if head is not None else None
     norms: list[Norm] = []
     for _, child in walk.module.named_modules():

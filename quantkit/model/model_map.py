@@ -88,6 +88,7 @@ class NormPlace(StrEnum):
     EMBEDDING = "embedding"
     FINAL = "final"
     HEAD = "head"
+    DISTANCE = "distance"  # of the rows of distances
     OTHER = "other"
 
 
@@ -113,6 +114,7 @@ class EmbeddingKind(StrEnum):
     POSITION = "position"
     TOKEN_TYPE = "token_type"
     POSITION_BIAS = "position_bias"  # of the scores of each head
+    DISTANCE = "distance"  # that queries and keys are made of
     OTHER = "other"
 
 
@@ -246,6 +248,23 @@ class PositionBias:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DistanceScores:
+    """Scores of a token and a distance, added to those of two tokens: disentangled attention.
+
+    Rows of a table stand for distances. The projections of each block make keys and queries of them too: a
+    token's query meets the key of the distance, and a token's key its query. He et al. 2021
+    (https://arxiv.org/abs/2006.03654).
+    """
+
+    table: str  # [2 * reach, hidden]; near distances have a row each
+    reach: int  # rows for keys after their query, and rows for keys before it
+    buckets_from: int | None  # distance from which on several share a row; None: nowhere
+    max_distance: int  # from which on all distances share a row
+    has_keys: bool  # a token's query and the key of a distance
+    has_queries: bool  # a token's key and the query of a distance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
     kind: FfnKind
     activation: Activation
@@ -336,6 +355,7 @@ class ModelMap:
     sentence: SentenceModel | None = None  # what pools the states of a text
     logit_scale: float | None = None  # factor of the logits
     position_bias: PositionBias | None = None
+    distance_scores: DistanceScores | None = None
     head_activation: Activation | None = None  # of a task's head, where the config sets it apart
     reads_mean: bool = False  # a sequence classifier reads the mean of all tokens, instead of the first
 

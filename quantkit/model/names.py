@@ -139,6 +139,8 @@ def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None
     if walk.prefix and not place:  # modules of a head lie outside of the base model
         full_names += row.feeds
     full_names += [f"{block}.{reader}" for reader in row.feeds_next_block for block in following]
+    blocks = _blocks_of(walk, walk.family.stacks[0]).values() if row.feeds_every_block else ()
+    full_names += [f"{block}.{reader}" for block in blocks for reader in row.feeds_every_block]
     if row.feeds_cross_attention:
         full_names += _cross_readers(walk)
     if row.feeds_head and head_name and not (place and following):

@@ -1,4 +1,4 @@
-"""Relative position bias: the rows of its table, by the distance from query to key.
+"""Relative positions: the rows of a table, by the distance from query to key.
 
 Raffel et al. 2020 (https://arxiv.org/abs/1910.10683). Half of the rows are for keys before their query, half
 for keys after it. In each half, the nearer distances have a row each, and the rows of farther ones grow
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quantkit.model.model_map import PositionBias
+from quantkit.model.model_map import DistanceScores, PositionBias
 
 
 def bucket_of(bias: PositionBias) -> NDArray[np.int64]:
@@ -29,3 +29,18 @@ def bucket_of(bias: PositionBias) -> NDArray[np.int64]:
     far = num_exact + (ratio.clamp(min=0) * (half - num_exact)).long()
     rows = torch.where(steps < num_exact, steps, far.clamp(max=half - 1))
     return np.asarray((rows + half * (distances > 0)).numpy(), np.int64)
+
+
+def row_of(scores: DistanceScores) -> NDArray[np.int64]:
+    """Rows of the table for the distances -max_distance to max_distance, from key to query.
+
+    Logarithms are torch's in float32, as in transformers.
+    """
+    distances = torch.arange(-scores.max_distance, scores.max_distance + 1, device="cpu")
+    rows = distances
+    if scores.buckets_from is not None:
+        near, steps = scores.buckets_from, distances.abs().clamp(min=scores.buckets_from)
+        widest = torch.log(torch.tensor((scores.max_distance - 1) / near))
+        far = torch.ceil(torch.log(steps / near) / widest * (near - 1)) + near
+        rows = torch.where(distances.abs() <= near, distances, (far * distances.sign()).long())
+    return np.asarray((rows + scores.reach).clamp(0, 2 * scores.reach - 1).numpy(), np.int64)

@@ -50,6 +50,8 @@ NOT_ROTATED = {
     ("mpnet", 0): "post-norm",
     ("electra", 0): "post-norm",
     ("electra", 1): "only one of them is on the stream",
+    ("deberta_v2", 0): "post-norm",
+    ("deberta_v2", 1): "post-norm",
     ("modernbert", 0): "embeddings.norm",
     ("modernbert", 1): "embeddings.norm",
     ("distilbert", 0): "post-norm",

@@ -16,10 +16,20 @@ from quantkit.export.encoder import HEADS, EncoderWalk, why_not_encoder
 from quantkit.export.fused.operators import MASKED, FusedOperators
 from quantkit.export.graph import CONTRIB, LATER_OPSETS, Graph
 from quantkit.export.sentence import emit_sentence
-from quantkit.model.model_map import Attention, Block, EmbeddingKind, ModelMap, PositionBias, PositionKind
-from quantkit.model.position_bias import bucket_of
+from quantkit.export.walk import norm_at
+from quantkit.model.model_map import (
+    Attention,
+    Block,
+    DistanceScores,
+    EmbeddingKind,
+    ModelMap,
+    NormPlace,
+    PositionBias,
+    PositionKind,
+)
+from quantkit.model.position_bias import bucket_of, row_of
 from quantkit.plan.targets import Target
-from quantkit.quantization.layout import Checkpoint, Contents, Pack, TableEntry
+from quantkit.quantization.layout import PACKED_ROLES, Checkpoint, Contents, Pack, TableEntry
 
 
 def emit_encoder(
@@ -69,17 +79,21 @@ class FusedEncoder(FusedOperators):
     mask: str = ""  # the mask of attention without a window
     biases: dict[int | None, str] = field(default_factory=dict)  # of scores, by the window of the attention
     masks: dict[int | None, str] = field(default_factory=dict)  # the mask with those biases
+    of_distances: str = ""  # rows of the table of distances
+    places: tuple[str, str] | None = None  # of those rows, for the distances of a text
 
     def embed(self, ids: str) -> str:
         graph = self.graph
         tables = {entry.table.kind: entry for entry in self.contents.tables}
         words = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids)
-        if EmbeddingKind.POSITION not in tables:
-            return words
-        places = operators.lookup(graph, tables[EmbeddingKind.POSITION], self.position_ids(ids))
+        places = []
+        if EmbeddingKind.POSITION in tables:
+            places.append(operators.lookup(graph, tables[EmbeddingKind.POSITION], self.position_ids(ids)))
         if EmbeddingKind.TOKEN_TYPE in tables:
-            places = graph.op("Add", places, self.token_types(tables[EmbeddingKind.TOKEN_TYPE]))
-        return graph.op("Add", words, places)
+            places.append(self.token_types(tables[EmbeddingKind.TOKEN_TYPE]))
+        if not places:
+            return words
+        return graph.op("Add", words, graph.op("Add", *places) if len(places) > 1 else places[0])
 
     def token_types(self, entry: TableEntry) -> str:
         """Embedding of the sentence that a token is in; always the row of a table of one."""
@@ -150,6 +164,93 @@ class FusedEncoder(FusedOperators):
             self.masks[window] = self.graph.op("Add", self.mask, bias) if bias else self.mask
         return self.masks[window]
 
+    def distance_rows(self) -> str:
+        """The rows of the table of distances, normed where the family does that, [1, rows, hidden]."""
+        scores = self.model_map.distance_scores
+        assert scores is not None
+        if not self.of_distances:
+            entry = next(entry for entry in self.contents.tables if entry.table.name == scores.table)
+            ids = self.graph.constant("distances/ids", np.arange(2 * scores.reach)[None])
+            rows, norm = (
+                operators.lookup(self.graph, entry, ids),
+                norm_at(self.contents, None, NormPlace.DISTANCE),
+            )
+            self.of_distances = self.norm(norm, rows) if norm else rows
+        return self.of_distances
+
+    def distance_places(self, scores: DistanceScores) -> tuple[str, str]:
+        """Rows of the table for the distances L - 1 to -L from key to query, and for -(L - 1) to L, [2 L]."""
+        if not self.places:
+            graph, reach = self.graph, scores.max_distance
+            length = graph.op("Squeeze", graph.op("Shape", self.ids, start=1, end=2))
+            first, last = graph.op("Sub", self.scalar(1), length), graph.op("Add", length, self.scalar(1))
+            steps = graph.op("Range", first, last, self.scalar(1))
+            ends = [self.scalar(end) for end in (-reach, reach)]
+            rows = graph.constant("distances/rows", row_of(scores))
+            places = [
+                graph.op("Add", graph.op("Clip", values, *ends), ends[1])
+                for values in (graph.op("Neg", steps), steps)
+            ]
+            first_rows, second_rows = (graph.op("Gather", rows, place) for place in places)
+            self.places = first_rows, second_rows
+        return self.places
+
+    def scalar(self, value: int) -> str:
+        return self.graph.constant(f"i64_{value}_scalar", np.array(value, np.int64))
+
+    def scores_of_distances(self, block: Block, parts: Sequence[str], scores: DistanceScores) -> str:
+        """Scores of tokens and distances, [batch, heads, queries, keys].
+
+        Keys and queries of distances depend on weights alone: onnxruntime computes them as it opens a graph.
+        """
+        graph, facts = self.graph, block.attentions[0]
+        rows = self.projected(block, self.distance_rows())
+        terms = []
+        for token, distance, places, is_wanted in (
+            (parts[0], rows[1], self.distance_places(scores)[0], scores.has_keys),
+            (parts[1], rows[0], self.distance_places(scores)[1], scores.has_queries),
+        ):
+            if is_wanted:
+                scale = facts.scale if facts.scale is not None else facts.head_dim**-0.5
+                heads_HRD = graph.op("Squeeze", self.heads(facts, distance), graph.integers(0))
+                heads_HRD = self.scale(heads_HRD, scale, f"score_scale_{scale:g}")
+                chosen_HDR = graph.op(
+                    "Transpose", graph.op("Gather", heads_HRD, places, axis=1), perm=[0, 2, 1]
+                )
+                terms.append(self.by_place(graph.op("MatMul", self.heads(facts, token), chosen_HDR)))
+        if scores.has_queries:  # whose rows are the keys
+            terms[-1] = graph.op("Transpose", terms[-1], perm=[0, 1, 3, 2])
+        return graph.op("Add", *terms) if len(terms) > 1 else "".join(terms)
+
+    def projected(self, block: Block, x: str) -> list[str]:
+        """Query, key and value of other rows than the tokens of a block."""
+        packs = [self.contents.pack_of(role, block.name) for role in PACKED_ROLES]
+        assert packs[0] and packs[1]
+        if packs[0] is packs[1]:
+            packed = operators.constant_matmul(self.graph, packs[0], x)
+            return self.graph.ops("Split", packed, wanted=(True,) * 3, axis=-1, num_outputs=3)
+        return [operators.constant_matmul(self.graph, pack, x) for pack in (packs[0], packs[1])]
+
+    def heads(self, attention: Attention, x: str) -> str:
+        """[batch, tokens, heads x size] as [batch, heads, tokens, size]."""
+        apart = self.graph.op(
+            "Reshape", x, self.graph.integers(0, 0, attention.num_heads, attention.head_dim)
+        )
+        return self.graph.op("Transpose", apart, perm=[0, 2, 1, 3])
+
+    def by_place(self, x: str) -> str:
+        """Column j - i + L - 1 of row i of [..., L, 2 L] as column j: rows of 2 L - 1 in the flat values."""
+        graph = self.graph
+        length = graph.op("Shape", self.ids, start=1, end=2)
+        width = graph.op("Sub", graph.op("Add", length, length), graph.integers(1))
+        flat = graph.op("Reshape", x, graph.integers(0, 0, -1))
+        first = graph.op("Sub", length, graph.integers(1))
+        last = graph.op("Add", first, graph.op("Mul", length, width))
+        skewed = graph.op("Slice", flat, first, last, graph.integers(2))
+        shape = graph.op("Concat", graph.integers(0, 0), length, width, axis=0)
+        skewed = graph.op("Reshape", skewed, shape)
+        return graph.op("Slice", skewed, graph.integers(0), length, graph.integers(3))
+
     def query_key_value(self, attention: Attention, pack: Pack, x: str) -> list[str]:
         return self.graph.ops("Split", self.project(pack, x), wanted=(True,) * 3, axis=-1, num_outputs=3)
 
@@ -159,12 +260,16 @@ class FusedEncoder(FusedOperators):
         if facts.position is PositionKind.ROPE:
             self.positions = self.graph.integers(0)  # of the first column
             parts = [*(self.rotate(facts, part, heads) for part in parts[:2]), parts[2]]
+        distances = self.model_map.distance_scores
+        added = self.scores_of_distances(block, parts, distances) if distances else ""
         if self.is_standard:
             mask = self.mask_of(facts.window)
+            mask = self.graph.op("Add", added, mask) if added else mask
             return self.graph.op(
                 "Attention", *parts, mask, name=name, q_num_heads=heads, kv_num_heads=heads, scale=scale
             )
         bias = self.bias(facts.window)
+        bias = self.graph.op("Add", added, bias) if added and bias else added or bias
         return self.graph.op(
             "MultiHeadAttention", *parts, "", self.mask, *([bias] if bias else []),
             name=name, domain=CONTRIB, num_heads=heads, mask_filter_value=-MASKED, scale=scale,

@@ -27,6 +27,8 @@ def why_not_static_encoder(model_map: ModelMap, tokens: int) -> str | None:
     """Why this encoder has no such graph, or None when it has."""
     reason = why_not_encoder(model_map)
     longest = model_map.context or tokens
+    if reason is None and model_map.distance_scores:
+        reason = "its scores of tokens and distances (disentangled attention) have no operator of fixed shape"
     if reason is None and not 0 < tokens <= longest:
         reason = f"it has {longest} positions, and {tokens} were asked for"
     if reason is None and model_map.reads_mean and task_of(model_map) == "ForSequenceClassification":

@@ -50,6 +50,7 @@ from quantkit.model.families.decoders import (
 from quantkit.model.families.encoders import (
     ALBERT,
     BERT,
+    DEBERTA_V2,
     DISTILBERT,
     ELECTRA,
     MODERNBERT,
@@ -68,7 +69,7 @@ FAMILIES: dict[str, Family] = {
         *(COHERE, COHERE2, HELIUM, ERNIE, GLM, GLM4, GPTJ, CODEGEN, GPT_BIGCODE, FALCON),
         *(OLMO, OLMO2, OLMO3, EXAONE4),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
-        *(BERT, ROBERTA, MPNET, ELECTRA, MODERNBERT, DISTILBERT, ALBERT, T5),
+        *(BERT, ROBERTA, MPNET, ELECTRA, DEBERTA_V2, MODERNBERT, DISTILBERT, ALBERT, T5),
         *(REFERENCE, ONE_WIDE, WS_FFN),
     )
 }

@@ -10,6 +10,7 @@ from quantkit.model.families.schema import (
     BERT_POSITION,
     BERT_STACK,
     BERT_TINY,
+    DISTANCE,
     DOWN,
     FINAL_NORM,
     GATE,
@@ -119,6 +120,73 @@ ELECTRA = replace(
     tiny_class="ElectraForMaskedLM",
     tiny={**BERT_TINY, "embedding_size": 16},
     variants=({"embedding_size": 32},),
+)
+
+DEBERTA_READ_BY_ATTENTION = (
+    "attention.self.query_proj",
+    "attention.self.key_proj",
+    "attention.self.value_proj",
+)
+DEBERTA_V2 = replace(
+    BERT,
+    name="deberta_v2",
+    model_types=("deberta-v2",),
+    stacks=(
+        replace(
+            BERT_STACK,
+            projections={
+                **dict(zip(DEBERTA_READ_BY_ATTENTION, ((Q,), (K,), (V,)), strict=True)),
+                "attention.output.dense": (OUT,),
+                "intermediate.dense": (UP,),
+                "output.dense": (DOWN,),
+            },
+            norms={
+                "attention.output.LayerNorm": NormRow(NormPlace.AFTER_ATTENTION, ("intermediate.dense",)),
+                "output.LayerNorm": NormRow(NormPlace.AFTER_FFN, feeds_next_block=DEBERTA_READ_BY_ATTENTION),
+            },
+        ),
+    ),
+    embeddings={**BERT_EMBEDDINGS, "encoder.rel_embeddings": DISTANCE},
+    outer_norms={
+        "embeddings.LayerNorm": NormRow(NormPlace.EMBEDDING, feeds_next_block=DEBERTA_READ_BY_ATTENTION),
+        "encoder.LayerNorm": NormRow(NormPlace.DISTANCE, feeds_every_block=DEBERTA_READ_BY_ATTENTION[:2]),
+        "cls.predictions.transform.LayerNorm": FINAL_NORM,
+    },
+    other={"cls.predictions.transform.dense": "stays", "pooler.dense": "reads"},
+    position=ByConfig(
+        key="position_biased_input",
+        absent=True,
+        values={
+            True: PositionKind.LEARNED,
+            False: ByConfig(
+                key="relative_attention",
+                absent=False,
+                values={True: PositionKind.RELATIVE, False: PositionKind.NONE},
+            ),
+        },
+    ),
+    distance_table="encoder.rel_embeddings",
+    head_activation="pooler_hidden_act",
+    tiny_class="DebertaV2ForMaskedLM",
+    tiny={
+        **BERT_TINY,
+        "type_vocab_size": 0,
+        "position_biased_input": False,
+        "relative_attention": True,
+        "position_buckets": 4,
+        "pos_att_type": ["p2c", "c2p"],
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+    },
+    variants=(
+        {
+            "type_vocab_size": 2,
+            "position_biased_input": True,
+            "position_buckets": -1,
+            "pos_att_type": ["c2p"],
+            "norm_rel_ebd": "none",
+        },
+    ),
 )
 
 MODERNBERT = Family(

@@ -62,6 +62,7 @@ class NormRow:
     feeds_next_block: tuple[str, ...] = ()  # modules of the block that runs next; of an outer norm: the first
     feeds_head: bool = False  # the output projection; of a norm in a block: the last block's norm alone
     feeds_cross_attention: bool = False  # keys and values of every cross attention
+    feeds_every_block: tuple[str, ...] = ()  # modules of every block of the first stack
     feeds_alone: str | None = None  # the only reader in models that have this module
 
 
@@ -121,6 +122,7 @@ class Family:
     counts_from_padding: bool = False  # positions begin behind row `pad_token_id`, and padding has that row
     padding_id: int | None = None  # that row, where the class itself says it; None: config.pad_token_id
     position_bias: PositionBias | None = None  # the name of its table is relative
+    distance_table: str | None = None  # rows for distances that queries and keys of each block are made of
     # Which layers have config.sliding_window; "own": each attention has one of its own, to both sides.
     windows: Literal["none", "every layer", "layer_types", "own"] = "none"
     is_causal_by_config: bool = False  # config.is_decoder hides later tokens, though no module holds it
@@ -130,7 +132,8 @@ class Family:
     clips_projections: str | None = None  # config field with the limit of queries, keys and values
     softcaps_scores: bool = False  # by config.attn_logit_softcapping
     softcaps_logits: bool = False  # by config.final_logit_softcapping
-    head_activation: str | None = None  # the module of a task's head that config sets apart from the blocks'
+    # The module, or the config field, of a non-linearity in a task's head that config sets apart.
+    head_activation: str | None = None
     reads_mean: bool | ByConfig = False  # a sequence classifier reads the mean of all tokens
     # Newer module name -> name in checkpoints: whole components of a path.
     names: Mapping[str, str] = field(default_factory=dict)
@@ -140,7 +143,7 @@ Q, K, V, OUT = Role.ATTENTION_QUERY, Role.ATTENTION_KEY, Role.ATTENTION_VALUE, R
 GATE, UP, DOWN = Role.FFN_GATE, Role.FFN_UP, Role.FFN_DOWN
 ROUTER, SHARED_GATE = Role.ROUTER, Role.SHARED_GATE
 TOKEN, POSITION, TOKEN_TYPE = EmbeddingKind.TOKEN, EmbeddingKind.POSITION, EmbeddingKind.TOKEN_TYPE
-POSITION_BIAS = EmbeddingKind.POSITION_BIAS
+POSITION_BIAS, DISTANCE = EmbeddingKind.POSITION_BIAS, EmbeddingKind.DISTANCE
 
 LLAMA_ATTENTION = {
     "self_attn.q_proj": (Q,),

@@ -18,7 +18,7 @@ from quantkit.errors import InputError
 from quantkit.model.architectures.reference import RmsNorm
 from quantkit.model.families import family_of
 from quantkit.model.load import Source, make_config, make_model, parameters_without_storage
-from quantkit.model.model_map import ModelMap, NormKind, Role
+from quantkit.model.model_map import EmbeddingKind, ModelMap, NormKind, Role
 from quantkit.model.names import checkpoint_name
 from quantkit.model.unknown.probes import norm_kind_of
 from quantkit.model.weights.tensors import TensorSource
@@ -63,7 +63,10 @@ def torch_model(
     holders = set(_held_together(model_map, modules, with_experts=not keeps_block)) if streams else set()
     held: list[Drop] | None = [] if keeps_block else None
     heads = [f"{layer.matrix}.weight" for layer in model_map.layers if layer.role is Role.LM_HEAD]
-    tables = [f"{table.name}.weight" for table in model_map.embeddings]
+    # Tables that are looked up; one of distances is read whole.
+    tables = [
+        f"{table.name}.weight" for table in model_map.embeddings if table.kind is not EmbeddingKind.DISTANCE
+    ]
     for paths in shared.values():
         names = sorted((checkpoint_name(path, family) for path in paths), key=lambda n: n not in preferred)
         stored = next((name for name in names if tensors.has(name)), None)

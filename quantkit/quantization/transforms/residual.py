@@ -56,7 +56,9 @@ def residual_space(model_map: ModelMap, norm_outputs: Sequence[Space]) -> Space:
     tables = [
         table
         for table in model_map.embeddings
-        if table.kind in SUMMED_KINDS and table.num_columns == width and not lie_before
+        if table.kind in (*SUMMED_KINDS, EmbeddingKind.DISTANCE)
+        and table.num_columns == width
+        and not lie_before
     ]
     norms = [norm for norm in model_map.norms if _is_on_the_stream(model_map, norm, ends, width)]
     head_reads = head is not None and not ends["leaves"]

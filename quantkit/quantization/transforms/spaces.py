@@ -149,7 +149,7 @@ def _reason_against_scales(
 
 def _reason_shared(model_map: ModelMap, norm: Norm, readers: Sequence[Layer]) -> str | None:
     """A projection that several norms feed, as in blocks that share it, can absorb the scales of none."""
-    fed = {layer.matrix for layer in readers if layer.aliases}
+    fed = {layer.matrix for layer in readers}
     other = next(
         (sibling for sibling in model_map.norms if sibling is not norm and fed & set(sibling.feeds)), None
     )
