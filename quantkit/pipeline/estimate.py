@@ -33,6 +33,7 @@ from quantkit.pipeline.stages.prepare import (
     Prepared,
     batch_size,
     statistics_needs,
+    streams_blocks,
 )
 from quantkit.pipeline.stages.write import CACHE_WINDOWS
 from quantkit.plan.cost.specification import specify
@@ -246,9 +247,11 @@ def _calibration(sizes: Sizes, needs: dict[str, frozenset[str]]) -> Iterator[Sta
         stored += stored_bytes(width, statistics)
     held += sizes.block_bytes(batch_size(length) * length, length)
     hidden = 4 * (sizes.model_map.hidden_size or 0) * tokens * len(sizes.model_map.blocks)
-    work += Work(passes=READ * sizes.num_parameters, file_bytes=stored + hidden)
+    streams = streams_blocks(sizes.model_map)  # for the key, for the recorded pass, and for all windows
+    work += Work(passes=READ * sizes.num_parameters * (3 if streams else 1), file_bytes=stored + hidden)
     work += sizes.forward(3 * recipe.calibration.gradient_windows * length, length)
-    yield Stage(name="calibration", work=work, held_bytes=sizes.float_bytes + held)
+    held += _largest_block_bytes(sizes) if streams else sizes.float_bytes
+    yield Stage(name="calibration", work=work, held_bytes=held)
 
 
 def _export(sizes: Sizes) -> Stage:

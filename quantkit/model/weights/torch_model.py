@@ -8,8 +8,10 @@ built and are in no checkpoint. Each parameter is then filled a few rows at a ti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,11 @@ from quantkit.model.weights.tensors import TensorSource
 Drop = Callable[..., None]  # the weights of a block
 CHUNK_VALUES = 1 << 22
 FACTORS = "input_factors"
+Chunks = Iterator[Tensor]  # consecutive rows of a tensor
+# Module -> (dtype, path of a parameter that is streamed -> its values).
+_streamed: MutableMapping[nn.Module, tuple[torch.dtype, dict[str, Callable[[], Chunks]]]] = (
+    WeakKeyDictionary()
+)
 
 
 def torch_model(
@@ -62,6 +69,7 @@ def torch_model(
     waiting: dict[str, list[tuple[str, str]]] = {}  # block -> (path, name) of what it reads when entered
     holders = set(_held_together(model_map, modules, with_experts=not keeps_block)) if streams else set()
     held: list[Drop] | None = [] if keeps_block else None
+    unread: dict[str, Callable[[], Chunks]] = {}
     heads = [f"{layer.matrix}.weight" for layer in model_map.layers if layer.role is Role.LM_HEAD]
     # Tables that are looked up; one of distances is read whole.
     tables = [
@@ -79,13 +87,28 @@ def torch_model(
         holder = next((parent for parent in _parents(paths[0]) if parent in holders), None)
         if holder and all(path.startswith(f"{holder}.") for path in paths):
             waiting.setdefault(holder, []).extend((path, stored) for path in paths)
+            unread |= dict.fromkeys(paths, partial(_chunks, tensors, stored, dtype))
         elif streams and stored in tables and _is_plain_table(module, paths[0]):
             _look_up(module.get_submodule(paths[0].rpartition(".")[0]), tensors, stored, dtype)
-        elif not (streams and stored in heads):
+            unread |= dict.fromkeys(paths, partial(_chunks, tensors, stored, dtype))
+        elif streams and stored in heads:
+            unread |= dict.fromkeys(paths, partial(_chunks, tensors, stored, dtype))
+        else:
             _put(module, paths, _filled(tensors, stored, module.get_parameter(paths[0]), dtype))
     for block, parts in waiting.items():
         _fill_on_entry(module, block, parts, tensors, dtype, held)
+    _streamed[module] = (dtype, unread)
     return module.eval()
+
+
+def values_of(module: nn.Module) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Chunks]]:
+    """(name, dtype, shape, rows) of every parameter and buffer; rows of streamed ones are read here."""
+    dtype, unread = _streamed.get(module, (torch.float32, {}))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in unread and tensor.is_meta:
+            yield name, dtype, tuple(tensor.shape), unread[name]()
+        else:
+            yield name, tensor.dtype, tuple(tensor.shape), iter([tensor.detach()])
 
 
 def _held_together(model_map: ModelMap, modules: Mapping[str, str], *, with_experts: bool) -> Iterator[str]:
@@ -140,7 +163,9 @@ def _fill_on_entry(
     """`held` is how to drop the block that was entered last; None: every block is dropped when it is left."""
     shapes = {path: module.get_parameter(path) for path, _ in parts}
 
-    def enter(*_: object) -> None:
+    def enter(entered: nn.Module, *_: object) -> None:
+        if "forward" in vars(entered):  # something else runs in its place
+            return
         if held is not None:
             if held == [leave]:
                 return
@@ -172,13 +197,20 @@ def _filled(tensors: TensorSource, name: str, like: Tensor, dtype: torch.dtype) 
     shape = tensors.shape(name)
     assert shape == tuple(like.shape), f"{name} is {shape} and not {tuple(like.shape)}"
     filled = torch.empty(shape, dtype=dtype)
-    if not shape:
-        return filled.copy_(torch.from_numpy(tensors.read(name)).reshape(()))
-    step = max(1, CHUNK_VALUES // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        rows = tensors.read(name, start, min(step, shape[0] - start))
-        filled[start : start + step] = torch.from_numpy(rows)
+    start = 0
+    for rows in _chunks(tensors, name, dtype):
+        if not shape:
+            return filled.copy_(rows.reshape(()))
+        filled[start : start + len(rows)] = rows
+        start += len(rows)
     return filled
+
+
+def _chunks(tensors: TensorSource, name: str, dtype: torch.dtype) -> Chunks:
+    rows, *rest = tensors.shape(name) or (1,)
+    step = max(1, CHUNK_VALUES // max(1, math.prod(rest)))
+    for start in range(0, rows, step):
+        yield torch.from_numpy(tensors.read(name, start, min(step, rows - start))).to(dtype)
 
 
 def _scale_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ from quantkit.pipeline.stages.calibration_text import (
     random_windows,
     statistics_windows,
 )
-from quantkit.pipeline.stages.export import projection_formats
+from quantkit.pipeline.stages.export import float_bytes, projection_formats
 from quantkit.pipeline.stages.resolve import Resolved, plan_of
 from quantkit.plan.formats import SCHEMES, Format
 from quantkit.plan.plan import Plan
@@ -48,6 +48,7 @@ from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 
 FEWEST_TOKENS = 64  # that an expert must meet for a fit
+HELD_BYTES = 4 << 30  # of float32 weights; those of a larger model are read block by block
 BATCH_TOKENS, MOST_WINDOWS = 1024, 4  # that run at once
 QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that looks for outliers
 
@@ -270,8 +271,9 @@ def _calibrate(
         resolved.progress.stage("calibration", total=int(tokens_NT.size), unit="tokens") as count,
     ):
         model = partial(torch_model, resolved.source, model_map, prepared.weights)
+        streamed = partial(model, streams=True, keeps_block=True)
         file = collect(
-            model(),
+            streamed() if resolved.workers or streams_blocks(model_map) else model(),
             tokens_NT,
             requested=needs,
             blocks=[block.name for block in model_map.blocks],
@@ -280,9 +282,14 @@ def _calibrate(
             seed=resolved.recipe.calibration.seed,
             progress=count,
             workers=resolved.workers,
-            rebuild=partial(model, streams=True, keeps_block=True) if resolved.workers else None,
+            rebuild=streamed if resolved.workers else None,
         )
     return file, prepared
+
+
+def streams_blocks(model_map: ModelMap) -> bool:
+    """Whether calibration reads the weights block by block, each three times, instead of holding them."""
+    return float_bytes(model_map) > HELD_BYTES
 
 
 def batch_size(length: int) -> int:

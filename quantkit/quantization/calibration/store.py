@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from quantkit.errors import InputError
 from quantkit.files import read_json, reading
 from quantkit.model.model_map import Layer
+from quantkit.model.weights.torch_model import values_of
 from quantkit.quantization.calibration.running import Finished
 from quantkit.quantization.calibration.statistics import FIELDS, InputStatistics
 from quantkit.quantization.calibration.tokens import Tokens
@@ -341,11 +342,9 @@ def key_of(
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     digest.update(np.ascontiguousarray(tokens_BT, np.int64).data)
-    hashed: set[int] = set()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if id(tensor) not in hashed:
-            hashed.add(id(tensor))
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            flat = tensor.detach().cpu().contiguous().flatten()
+    for name, dtype, shape, chunks in values_of(module):
+        digest.update(f"{name} {dtype} {shape}".encode())
+        for rows in chunks:
+            flat = rows.cpu().contiguous().flatten()
             digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()

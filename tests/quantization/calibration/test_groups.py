@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -135,12 +136,39 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def calibrate(model_folder, folder, workers=None, *, has_blocks=True, tokens=TOKENS, **options):
+class Counting:
+    """A source of tensors that counts the rows that are read of each."""
+
+    def __init__(self, source):
+        self.source, self.num_read = source, Counter()
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
+
+    def read(self, name, start=0, count=None):
+        rows = self.source.read(name, start, count)
+        self.num_read[name] += len(rows) / self.source.shape(name)[0]
+        return rows
+
+
+def calibrate(
+    model_folder,
+    folder,
+    workers=None,
+    *,
+    has_blocks=True,
+    tokens=TOKENS,
+    streams=False,
+    weights=None,
+    **options,
+):
     source = open_source(model_folder)
     model_map = inspect_source(source)
-    build = partial(torch_model, source, model_map, open_weights(source, model_map, random_weights=False))
+    weights = weights or open_weights(source, model_map, random_weights=False)
+    build = partial(torch_model, source, model_map, weights)
+    streamed = partial(build, streams=True, keeps_block=True)
     return collect(
-        build(),
+        streamed() if workers or streams else build(),
         tokens,
         requested=everything(model_map.matrices),
         blocks=[block.name for block in model_map.blocks] if has_blocks else (),
@@ -148,7 +176,7 @@ def calibrate(model_folder, folder, workers=None, *, has_blocks=True, tokens=TOK
         batch=2,
         memory_bytes=200_000,
         workers=workers,
-        rebuild=partial(build, streams=True, keeps_block=True) if workers else None,
+        rebuild=streamed if workers else None,
         **options,
     )
 
@@ -178,6 +206,20 @@ def test_any_number_of_workers_leaves_the_bytes_of_one_process(tmp_path, model_f
     rows = inputs_of(module, TOKENS, {name: modules_by_name(module)[name] for name in alone.requested})
     for name in alone.requested:
         check(alone.read(name), rows[name], tolerance=2e-6)
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_streamed_blocks_leave_the_same_bytes(tmp_path, model_folder, has_blocks):
+    options = {"has_blocks": has_blocks, "tokens": TOKENS[:10]}  # batches of one size, so one recorded pass
+    calibrate(model_folder, tmp_path / "held", **options)
+    source = open_source(model_folder)
+    weights = Counting(open_weights(source, inspect_source(source), random_weights=False))
+    calibrate(model_folder, tmp_path / "streamed", streams=True, weights=weights, **options)
+    assert contents(tmp_path / "streamed") == contents(tmp_path / "held")
+    if has_blocks:  # for the key, for the recorded pass, and for all windows
+        in_blocks = {name: times for name, times in weights.num_read.items() if ".layers." in name}
+        assert in_blocks
+        assert set(in_blocks.values()) == {3}
 
 
 @pytest.mark.slow
