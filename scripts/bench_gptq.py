@@ -5,7 +5,8 @@
 
 PYTHON is the interpreter of an environment with llm-compressor. Both quantize SmolLM2-135M to 4 bits in
 groups of 32, symmetric, and leave the head float. Seconds are those of calibration and rounding, without
-imports and loading; the machine should be idle. Results go to docs/benchmarks/gptq.md and .json.
+imports and loading; the machine should be idle. A call that was given the most runs, or was interrupted, is
+continued by the next one. Results go to docs/benchmarks/gptq.md and .json.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "quantkit-real")
+    parser.add_argument("--most", type=int, default=99, help="runs of this call")
+    parser.add_argument("--again", action="store_true", help="forget the runs of earlier calls")
     arguments = parser.parse_args()
     cache = arguments.cache.expanduser().resolve()
     source = float_model(cache, MODEL)
@@ -119,14 +122,26 @@ def main() -> int:
     versions = "import importlib.metadata as m; print(m.version('llmcompressor'), m.version('torch'))"
     number, torch_version = obey(arguments.peer, "-c", versions).split()
     peer = f"llm-compressor {number}"
+    kept = work / f"seconds-{arguments.windows}.json"
     seconds: dict[str, list[float]] = {label: [] for label in (peer, *OURS)}
-    for _ in range(arguments.rounds):
-        answer = obey(arguments.peer, PEER, source, calibration, evaluation, outputs).splitlines()[-1]
-        seconds[peer].append(json.loads(answer)["seconds"])
-        for index, (label, options) in enumerate(OURS.items()):
-            several: Options = {**options, "calibration_windows": arguments.windows}
-            seconds[label].append(run_ours(source, calibration, work / f"out{index}", several))
+    if kept.exists() and not arguments.again:
+        seconds |= json.loads(kept.read_text())
+    for _ in range(arguments.most):
+        label = min(seconds, key=lambda label: len(seconds[label]))  # in turns
+        if len(seconds[label]) >= arguments.rounds:
+            break
+        if label == peer:
+            answer = obey(arguments.peer, PEER, source, calibration, evaluation, outputs).splitlines()[-1]
+            taken = json.loads(answer)["seconds"]
+        else:
+            index = [*OURS].index(label)
+            several: Options = {**OURS[label], "calibration_windows": arguments.windows}
+            taken = run_ours(source, calibration, work / f"out{index}", several)
+        seconds[label].append(taken)
+        kept.write_text(json.dumps(seconds))
         print({label: [round(value, 1) for value in values] for label, values in seconds.items()}, flush=True)
+    if min(map(len, seconds.values())) < arguments.rounds:
+        return 0
     reference = reference_logits(with_weights(open_source(str(source)), random_weights=False))
     sessions = {peer: stored(outputs)}
     for index, label in enumerate(OURS):
