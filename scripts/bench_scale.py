@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from other_programs import others
 
 from quantkit import quantize
 from quantkit.evaluation.memory import run_and_measure
@@ -173,10 +174,12 @@ def quantize_one(folder: str, options: str) -> None:
 
 
 def measure_one(folder: Path, options: Options) -> dict[str, Any]:
-    ran = run_and_measure([sys.executable, __file__, "--one", str(folder), json.dumps(options)])
+    with others() as cores_of_others:
+        ran = run_and_measure([sys.executable, __file__, "--one", str(folder), json.dumps(options)])
     if ran.exit_code:
         raise SystemExit(f"{folder}: {ran.errors[-600:]}")
-    return {**json.loads(ran.output.splitlines()[-1]), "peak_bytes": ran.peak_bytes}
+    measured = json.loads(ran.output.splitlines()[-1])
+    return {**measured, "peak_bytes": ran.peak_bytes, "cores_of_others": cores_of_others()}
 
 
 def inspected_seconds(folder: Path) -> float:
