@@ -20,7 +20,7 @@ from quantkit.pipeline.stages.documents import report_of, write_card, write_mani
 from quantkit.pipeline.stages.export import write_companions
 from quantkit.pipeline.stages.float_reference import float_twin, measure_written
 from quantkit.pipeline.stages.preflight import require_space
-from quantkit.pipeline.stages.prepare import discard, prepare, resumable
+from quantkit.pipeline.stages.prepare import discard, prepare, resumable, statistics_root
 from quantkit.pipeline.stages.resolve import Resolved, resolve
 from quantkit.pipeline.stages.search import require_target_size, write_within_budget
 from quantkit.pipeline.stages.write import write
@@ -130,7 +130,10 @@ def run(
     resolved, output = resolved_run(recipe, settings, progress, source=source)
     with new_artifact(output, force=settings.force) as folder, resumable(resolved):
         write_companions(resolved.source, resolved.model_map, folder, target_name=resolved.recipe.target)
-        with open_workers(settings.workers) as workers:
+        folders = replace(
+            settings.workers, read=_read_by_workers(resolved), written=(statistics_root(resolved),)
+        )
+        with open_workers(folders) as workers:
             prepared = prepare(replace(resolved, workers=workers))
             if resolved.recipe.searches:
                 written = write_within_budget(prepared, folder, keeps_checkpoint=settings.keep_checkpoint)
@@ -146,6 +149,10 @@ def run(
         write_manifest(folder, written, report.files)
     discard(prepared)
     return Artifact(output, report=report, check="none")
+
+
+def _read_by_workers(resolved: Resolved) -> tuple[Path, ...]:
+    return tuple(path for path in (resolved.source.folder, resolved.source.file) if path)
 
 
 def resolved_run(

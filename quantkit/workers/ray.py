@@ -7,7 +7,7 @@ import platform
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from quantkit.errors import InputError
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.workers.local import THREAD_VARIABLES
+from quantkit.workers.paths import marked, require_paths
 from quantkit.workers.process import outcome
 from quantkit.workers.record import THREADS, Workers, WorkerSettings
 from quantkit.workers.shared import Shared, shared_in_memory
@@ -38,7 +39,9 @@ def ray_workers(settings: WorkerSettings) -> Iterator[Workers]:
         ray, address=settings.address, num_cpus=None if settings.address else number, store_bytes=STORE_BYTES
     )
     try:
-        require_equal_hosts(ray, installed_versions())
+        require_equal_hosts(
+            ray, installed_versions(), read=(Path.cwd(), *settings.read), written=settings.written
+        )
         variables = dict.fromkeys(THREAD_VARIABLES, str(THREADS))
         task = ray.remote(num_cpus=THREADS, max_retries=RETRIES, runtime_env={"env_vars": variables})(_called)
         if settings.address:
@@ -147,8 +150,15 @@ def _require_listener(address: str) -> None:
         ) from error
 
 
-def require_equal_hosts(ray: Any, versions: Mapping[str, str]) -> None:
-    """Refuse hosts that lack quantkit or have other versions of it and its libraries."""
+def require_equal_hosts(
+    ray: Any, versions: Mapping[str, str], *, read: Sequence[Path] = (), written: Sequence[Path] = ()
+) -> None:
+    """Refuse hosts that lack quantkit, the driver's versions of it and its libraries, or a shared folder."""
+    with marked(written) as marks:
+        _ask_hosts(ray, dict(versions), [path.absolute() for path in read], marks)
+
+
+def _ask_hosts(ray: Any, versions: Mapping[str, str], read: Sequence[Path], marks: Sequence[Path]) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
     require = ray.remote(num_cpus=0)(_differences)
@@ -159,7 +169,8 @@ def require_equal_hosts(ray: Any, versions: Mapping[str, str]) -> None:
         name = node["NodeManagerHostname"]
         try:
             fault = ray.get(
-                require.options(scheduling_strategy=place).remote(dict(versions)), timeout=PROBE_SECONDS
+                require.options(scheduling_strategy=place).remote(versions, read, marks),
+                timeout=PROBE_SECONDS,
             )
         except ray.exceptions.RayError as error:
             line = " ".join(str(error).split())[-300:]
@@ -172,10 +183,13 @@ def require_equal_hosts(ray: Any, versions: Mapping[str, str]) -> None:
             raise InputError(**fault)
 
 
-def _differences(versions: Mapping[str, str]) -> dict[str, str] | None:
-    """The refusal of this host; None where its versions are the driver's."""
+def _differences(
+    versions: Mapping[str, str], read: Sequence[Path], marks: Sequence[Path]
+) -> dict[str, str] | None:
+    """The refusal of this host; None where its versions and folders are the driver's."""
     try:
         require_versions(versions, host=platform.node())
+        require_paths(read, marks, host=platform.node())
     except InputError as refusal:
         return {name: getattr(refusal, name) for name in ("what", "where", "allowed", "next_step")}
     return None

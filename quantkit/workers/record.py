@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 THREADS = 1  # of a worker's task: results then depend neither on cores nor on the number of workers
@@ -15,6 +16,8 @@ class WorkerSettings:
     number: int | None = None  # of tasks at once; None: none on the engine 'local', else the engine's own
     engine: str = "local"
     address: str | None = None  # of a Ray cluster; None: this machine
+    read: tuple[Path, ...] = ()  # files and folders that workers read
+    written: tuple[Path, ...] = ()  # folders that workers write
 
 
 IN_THIS_PROCESS = WorkerSettings()

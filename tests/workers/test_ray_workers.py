@@ -14,8 +14,10 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.workers.open import open_workers, require_engine
+from quantkit.workers.ray import require_equal_hosts
 from quantkit.workers.record import WorkerSettings
 from quantkit.workers.shared import opened
+from quantkit.workers.versions import installed_versions
 
 pytest.importorskip("ray", reason="pip install 'quantkit-onnx[ray]'")
 pytestmark = [pytest.mark.once, pytest.mark.slow]
@@ -37,6 +39,15 @@ def test_tasks_share_a_value_and_raise_their_errors(workers):
     with pytest.raises(InputError) as refusal:
         workers.submit(require_engine, WorkerSettings(number=0)).result()
     assert refusal.value.where == "--workers"
+
+
+def test_a_host_that_does_not_see_the_model_is_refused(workers, tmp_path):
+    import ray
+
+    require_equal_hosts(ray, installed_versions(), read=[tmp_path], written=[tmp_path / "statistics"])
+    with pytest.raises(InputError, match=r"the host does not see .*absent") as refusal:
+        require_equal_hosts(ray, installed_versions(), read=[tmp_path / "absent"])
+    assert refusal.value.where.startswith("host ")
 
 
 def test_the_task_of_a_killed_worker_is_done_again(workers):

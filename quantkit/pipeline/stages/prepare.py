@@ -329,6 +329,11 @@ def _statistics_folder(prepared: Prepared, step: str) -> tuple[Path, Prepared]:
     return folder, prepared
 
 
+def statistics_root(resolved: Resolved) -> Path:
+    """The folder in which the statistics of a run lie, the user's or the cache's."""
+    return resolved.statistics or cache_folder() / "statistics"
+
+
 def _cached_statistics(prepared: Prepared) -> Path:
     """A folder of the cache for this model and these settings, locked while this process lives."""
     source, recipe = prepared.resolved.source, prepared.resolved.recipe
@@ -336,4 +341,4 @@ def _cached_statistics(prepared: Prepared) -> Path:
     settings = [place, recipe.model_dump(include={"calibration", "transforms", "fit", "select", "seed"})]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     name = f"{prepared.model_map.name.replace('/', '--')}-{digest}"
-    return claim(cache_folder() / "statistics" / name, locks=cache_folder() / "locks")
+    return claim(statistics_root(prepared.resolved) / name, locks=cache_folder() / "locks")
