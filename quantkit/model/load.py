@@ -45,7 +45,7 @@ from quantkit.model.gguf.folder import gguf_folder, gguf_in, gguf_note
 from quantkit.model.hub import hub_is_reachable
 from quantkit.model.language_model import has_language_model, language_model
 from quantkit.model.sentence import MODULES_FILE, SentenceModel, read_sentence_model
-from quantkit.model.weights.scales import why_not_read
+from quantkit.model.weights.scales import described, why_not_read
 
 DEMO_NAME = "demo"
 DEQUANTIZED = "results are compared with it, dequantized, and do not show what its own quantization lost"
@@ -216,7 +216,7 @@ def _cleaned(source: Source) -> Source:
     config = {key: value for key, value in config.items() if key not in QUANTIZATION_FIELDS}
     source = replace(source, config=config, quantization=quantization, is_plain=is_plain)
     if why_not_read(quantization) is None and quantization:
-        note = f"the weights are stored with {quantization.get('quant_method')} scales, which are applied"
+        note = f"the original is quantized ({described(quantization)}): {DEQUANTIZED}"
         source = replace(source, notes=(*source.notes, note))
     return _with_answers(_language_model_of(source))
 

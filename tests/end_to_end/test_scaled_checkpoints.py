@@ -55,4 +55,4 @@ def test_the_artifact_is_that_of_the_dequantized_checkpoint(way, tmp_path):
     assert scaled.keys() == plain.keys()
     assert all(np.array_equal(scaled[name], plain[name]) for name in plain)
     assert "quantization_config" not in json.loads((artifacts[0] / "config.json").read_text())
-    assert "scales, which are applied" in (artifacts[0] / "report.md").read_text()
+    assert "the original is quantized (fp8)" in (artifacts[0] / "report.md").read_text()

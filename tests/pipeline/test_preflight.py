@@ -108,7 +108,7 @@ def test_a_disk_without_space(place, folder, monkeypatch):
 
 def test_weights_of_another_quantizer(folder, monkeypatch):
     change(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "with gptq" in refused(folder, monkeypatch)
+    assert "packed by gptq, and no tensor is" in refused(folder, monkeypatch)
 
 
 def test_a_missing_tensor(folder, monkeypatch):

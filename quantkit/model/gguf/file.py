@@ -72,10 +72,13 @@ class GgufTensor:
 
     def rows(self, start: int, count: int) -> Floats:
         """Rows [count, columns] of a matrix, or of a vector its only one, dequantized."""
-        raw = np.fromfile(
-            self.file, np.uint8, count * self.row_bytes, offset=self.offset + start * self.row_bytes
-        )
-        return dequantized(raw.reshape(count, self.row_bytes), self.kind)
+        return dequantized(self.raw(start, count), self.kind)
+
+    def raw(self, start: int, count: int) -> NDArray[np.uint8]:
+        """The bytes of some rows."""
+        size = self.row_bytes
+        raw = np.fromfile(self.file, np.uint8, count * size, offset=self.offset + start * size)
+        return raw.reshape(count, size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

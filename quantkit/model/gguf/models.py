@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.files import reading
 from quantkit.model.config import spelled_for
-from quantkit.model.gguf.file import GgufFile, GgufTensor
-from quantkit.model.weights.headers import StoredTensor
+from quantkit.model.gguf.file import GgufFile, GgufTensor, block_of
+from quantkit.model.weights.headers import Groups, StoredTensor
 
 Floats = NDArray[np.float32]
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)$")
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
 LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1, and of 3.2; no metadata states them
+MULTIPLES = {"Q4_0": 4, "Q8_0": 8}  # bits of codes; a scale in half precision, then the codes
 ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -169,6 +170,18 @@ class GgufWeight:
         first, last = int(stored.min()), int(stored.max())
         rows: Floats = self.tensor.rows(first, last + 1 - first)[stored - first]
         return rows
+
+    def groups(self, start: int, count: int) -> Groups | None:
+        """Scales of the types that hold whole multiples of them; they are the first bytes of a block."""
+        if self.tensor.kind not in MULTIPLES or len(self.tensor.shape) != 2:
+            return None
+        rows = self.stored_rows(start, count) if self.heads else np.arange(start, start + count)
+        first, last = int(rows.min()), int(rows.max())
+        raw = self.tensor.raw(first, last + 1 - first)[rows - first]
+        block, size = block_of(self.tensor.kind)
+        blocks = raw.reshape(count, -1, size)
+        scales_OG = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0].astype(np.float32)
+        return Groups(bits=MULTIPLES[self.tensor.kind], size=block, scales_OG=scales_OG, zeros_OG=None)
 
     def stored_rows(self, start: int, count: int) -> NDArray[np.int64]:
         """Where the file has rows of the weight."""

@@ -41,6 +41,16 @@ CONVERSION = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Scales and zero points by which some rows of a weight are integers."""
+
+    bits: int
+    size: int  # inputs of a group
+    scales_OG: NDArray[np.float32]
+    zeros_OG: NDArray[np.int8] | None  # None: all 0
+
+
 class Packed(Protocol):
     """A weight that no plain array of numbers holds: in blocks with scales, or in several tensors."""
 
@@ -52,6 +62,9 @@ class Packed(Protocol):
 
     def read(self, start: int, count: int) -> NDArray[np.float32]:
         """Rows of the weight, in float32."""
+
+    def groups(self, start: int, count: int) -> Groups | None:
+        """How these rows are integers in groups of inputs; None where they are not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from quantkit.model.load import DEMO_NAME, Source, build_on_meta, with_sentence
 from quantkit.model.model_map import ModelMap
 from quantkit.model.names import checkpoint_name, family_of_module, find_prefix
 from quantkit.model.weights.headers import StoredTensor, absent, compare, match, read_headers
+from quantkit.model.weights.packed import with_packed
 from quantkit.model.weights.scales import require_readable, why_not_read, with_scales
 from quantkit.model.weights.tensors import CheckpointTensors, RandomTensors, TensorSource
 
@@ -87,7 +88,7 @@ def read_stored(folder: Path, source: Source) -> dict[str, StoredTensor]:
     """The tensors in the source's folder, by their own names."""
     if is_gguf_folder(folder):
         return gguf_tensors(folder, source.config)
-    return with_scales(read_headers(folder), source.quantization)
+    return with_scales(with_packed(read_headers(folder), source.quantization), source.quantization)
 
 
 def read_checkpoint(source: Source, module: nn.Module) -> Checkpoint:

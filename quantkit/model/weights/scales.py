@@ -1,17 +1,19 @@
-"""Scales of checkpoints that are stored in FP8 or INT8: which are read, and which value each one scales.
+"""Forms of quantized checkpoints: which are read; and of FP8 and INT8, which value each scale scales.
 
 The dequantized weights are the original, so scales are applied whenever rows are read. A scale is one value,
 one for each output channel, or one for each block:
 
 - `fp8` of DeepSeek, Qwen and Mistral: `weight_scale_inv` of blocks, which multiplies in spite of its name
 - `compressed-tensors`, `fbgemm_fp8` and `modelopt`: `weight_scale`
+
+`packed.py` reads codes that are packed into words: GPTQ, AWQ, compressed-tensors and bitsandbytes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from quantkit.model.weights.headers import StoredTensor
 SCALE_ENDS = ("_scale_inv", "_scale")
 INTEGERS = ("F8_E4M3", "F8_E5M2", "I8")
 COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized")
+PACKED_BITS = (2, 4, 8)
 READABLE = (
-    "safetensors in float, FP8 with scales (fp8, fbgemm_fp8, modelopt), or compressed-tensors in 8 bits"
+    "safetensors in float, FP8 with scales (fp8, fbgemm_fp8, modelopt), gptq, awq, compressed-tensors in "
+    "integers or FP8, or bitsandbytes"
 )
 BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w.-]+/[\w.-]+)", re.MULTILINE)
 
@@ -31,21 +35,92 @@ BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w.-]+/[\w.-]+)", re.MULTILI
 def why_not_read(quantization: Mapping[str, Any]) -> str | None:
     """Why the weights that a `quantization_config` describes are not read, or None."""
     method = str(quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method")
-    compressed = str(quantization.get("format", "dense"))
-    changes = [key for key in ("transform_config", "sparsity_config") if _is_set(quantization.get(key))]
-    readable = {
-        "fp8": True,
-        "fbgemm_fp8": True,
-        "modelopt": quantization.get("quant_algo") == "FP8",
-        "compressed-tensors": compressed in COMPRESSED_FORMATS and not changes,
-    }
-    if not quantization or readable.get(method.lower(), False):
+    detail = READ[method.lower()](quantization) if method.lower() in READ else method
+    if not quantization or not detail:
         return None
-    details = {
-        "modelopt": quantization.get("quant_algo"),
-        "compressed-tensors": ", ".join([compressed, *changes]),
+    return f"the weights are quantized already, with {' '.join(dict.fromkeys((method, detail)))}"
+
+
+def described(quantization: Mapping[str, Any]) -> str:
+    """What a readable config says of the weights, for the report."""
+    method = str(quantization.get("quant_method"))
+    if method == "bitsandbytes":
+        kind = quantization.get("bnb_4bit_quant_type", "nf4") if quantization.get("load_in_4bit") else "INT8"
+        return f"bitsandbytes, {kind}"
+    sizes = [quantization] if "bits" in quantization else weight_settings(quantization)
+    found = {
+        (part.get("bits", part.get("num_bits")), part.get("group_size"), part.get("type", "int"))
+        for part in sizes
     }
-    return f"the weights are quantized already, with {' '.join(filter(None, [method, details.get(method)]))}"
+    parts = [
+        f"{bits} {'bits' if kind == 'int' else 'bits of float'}"
+        + (f" in groups of {group}" if isinstance(group, int) and group > 0 else "")
+        for bits, group, kind in sorted(found, key=str)
+        if bits
+    ]
+    order = ", groups out of order" if quantization.get("desc_act") else ""
+    return f"{method}{', ' if parts else ''}{' and '.join(parts)}{order}"
+
+
+def _why_not_gptq(quantization: Mapping[str, Any]) -> str:
+    bits, form = quantization.get("bits"), quantization.get("checkpoint_format") or "gptq"
+    if bits not in PACKED_BITS or form not in ("gptq", "gptq_v2"):
+        return f"{bits} bits in the format {form}"
+    if quantization.get("pack_dtype", "int32") != "int32":
+        return f"words of {quantization['pack_dtype']}"
+    return "settings of its own for some modules (dynamic)" if quantization.get("dynamic") else ""
+
+
+def _why_not_awq(quantization: Mapping[str, Any]) -> str:
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    version = str(quantization.get("version") or quantization.get("format") or "gemm").lower()
+    if bits != 4 or version != "gemm":
+        return f"{bits} bits in the layout {version}"
+    return "" if quantization.get("zero_point", True) else "no zero points"
+
+
+def _why_not_compressed(quantization: Mapping[str, Any]) -> str:
+    form = str(quantization.get("format", "dense"))
+    changes = [key for key in ("transform_config", "sparsity_config") if _is_set(quantization.get(key))]
+    parts = weight_settings(quantization)
+    is_packed = form == "pack-quantized" and len({part.get("num_bits") for part in parts}) == 1
+    is_packed = is_packed and parts[0].get("num_bits") in PACKED_BITS and parts[0].get("type", "int") == "int"
+    is_packed = is_packed and len({part.get("group_size") for part in parts}) == 1
+    return "" if (form in COMPRESSED_FORMATS or is_packed) and not changes else ", ".join([form, *changes])
+
+
+def _why_not_bitsandbytes(quantization: Mapping[str, Any]) -> str:
+    kind = quantization.get("bnb_4bit_quant_type", "nf4")
+    if quantization.get("load_in_4bit") and kind not in ("nf4", "fp4"):
+        return f"4 bits of the type {kind}"
+    if quantization.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+        return f"codes stored as {quantization['bnb_4bit_quant_storage']}"
+    return (
+        "" if quantization.get("load_in_4bit") or quantization.get("load_in_8bit") else "neither 4 nor 8 bits"
+    )
+
+
+# quant_method -> why weights of these settings are not read, or "".
+READ: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "fp8": lambda _: "",
+    "fbgemm_fp8": lambda _: "",
+    "modelopt": lambda q: "" if q.get("quant_algo") == "FP8" else str(q.get("quant_algo")),
+    "compressed-tensors": _why_not_compressed,
+    "gptq": _why_not_gptq,
+    "awq": _why_not_awq,
+    "bitsandbytes": _why_not_bitsandbytes,
+}
+
+
+def weight_settings(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What each group of a compressed-tensors config says of its weights."""
+    groups = quantization.get("config_groups")
+    parts = (
+        [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    return [part for part in parts if isinstance(part, Mapping)]
 
 
 def _is_set(value: Any) -> bool:
@@ -79,8 +154,10 @@ def with_scales(
     used = {scale.name for scale in scales.values()}
     for name, tensor in stored.items():
         asymmetric = f"{name}_zero_point" in stored
-        if name not in used and (
-            asymmetric or (quantization and name not in scales and tensor.dtype in INTEGERS)
+        if (
+            not tensor.packed
+            and name not in used
+            and (asymmetric or (quantization and name not in scales and tensor.dtype in INTEGERS))
         ):
             raise InputError(
                 f"'{name}' is stored as {tensor.dtype} with {'a zero point' if asymmetric else 'no scale'}",
@@ -123,9 +200,7 @@ def _block(tensor: StoredTensor, scale: StoredTensor, quantization: Mapping[str,
 
 def _blocks(quantization: Mapping[str, Any]) -> list[tuple[int, int]]:
     """The sizes of blocks that a `quantization_config` names."""
-    groups = quantization.get("config_groups")
-    parts = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    weights = [part for part in parts if isinstance(part, Mapping)]
+    weights = weight_settings(quantization)
     sizes = [quantization.get("weight_block_size"), *(part.get("block_structure") for part in weights)]
     sizes += [(1, part["group_size"]) for part in weights if part.get("group_size")]
     return [(int(size[0]), int(size[1])) for size in sizes if size]

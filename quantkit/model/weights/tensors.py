@@ -11,14 +11,14 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.model.weights.headers import StoredTensor
+from quantkit.model.weights.headers import Groups, StoredTensor
 from quantkit.model.weights.scales import SCALE_ENDS
 
 Floats = NDArray[np.float32]
@@ -41,6 +41,14 @@ class TensorSource(Protocol):
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats: ...
 
     def source_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class GroupSource(Protocol):
+    """A source that may know how its weights are integers."""
+
+    def groups(self, name: str, start: int = 0, count: int | None = None) -> Groups | None:
+        """Scales and zero points of rows that are integers in groups of inputs; None where they are not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +82,12 @@ class CheckpointTensors:
     def source_bytes(self) -> int:
         return sum(stored_bytes(tensor) for tensor in self.stored.values())
 
+    def groups(self, name: str, start: int = 0, count: int | None = None) -> Groups | None:
+        tensor = None if name in self.computed else self._find(name)
+        if tensor is None or tensor.packed is None:
+            return None
+        return tensor.packed.groups(start, tensor.shape[0] - start if count is None else count)
+
     def read(self, name: str, start: int = 0, count: int | None = None) -> Floats:
         """Rows as float32; every value is a finite number."""
         if name in self.computed:
@@ -81,7 +95,7 @@ class CheckpointTensors:
         tensor = self._get(name)
         rows = (tensor.shape or (1,))[0]
         count = rows - start if count is None else min(count, rows - start)
-        values = tensor.packed.read(start, count) if tensor.packed else _read_rows(tensor, start, count)
+        values = tensor.packed.read(start, count) if tensor.packed else read_rows(tensor, start, count)
         if tensor.scale is not None:
             values *= _scale_rows(tensor, tensor.scale, start, count)
         _require_finite(values, tensor)
@@ -95,7 +109,7 @@ def stored_bytes(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape) * _width(tensor) + (stored_bytes(tensor.scale) if tensor.scale else 0)
 
 
-def _read_rows(tensor: StoredTensor, start: int, count: int) -> Floats:
+def read_rows(tensor: StoredTensor, start: int, count: int) -> Floats:
     """Stored values as float32, without their scale."""
     rest = tensor.shape[1:]
     per_row = math.prod(rest)
@@ -112,7 +126,7 @@ def _read_rows(tensor: StoredTensor, start: int, count: int) -> Floats:
 
 def _scale_rows(tensor: StoredTensor, scale: StoredTensor, start: int, count: int) -> Floats:
     """The scale of every value in some rows of a tensor."""
-    scales = _read_rows(scale, 0, (scale.shape or (1,))[0])
+    scales = read_rows(scale, 0, (scale.shape or (1,))[0])
     scales = scales.reshape(*scale.shape, *[1] * (len(tensor.shape) - len(scale.shape)))
     ranges = [np.arange(start, start + count), *(np.arange(size) for size in tensor.shape[1:])]
     blocks = [axis // block for axis, block in zip(ranges, tensor.block, strict=True)]

@@ -153,6 +153,7 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
             *resolved.notes,
             *prepared.notes,
             *measured.notes,
+            *_kept_note(written),
             *_saturation_note(written),
             *([reason] if reason else []),
         ),
@@ -173,6 +174,16 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
         layers=planned_layers(written),
         kind=exported.kind,
     )
+
+
+def _kept_note(written: Written) -> Iterator[str]:
+    losses = written.exported.losses.values()
+    num_kept, num_rows = sum(sums.num_kept for sums in losses), sum(sums.num_rows for sums in losses)
+    if num_kept:
+        yield (
+            f"{num_kept / num_rows:.0%} of the rows of quantized products keep the codes of the original, so "
+            "that their weights lose nothing more"
+        )
 
 
 def _saturation_note(written: Written) -> Iterator[str]:

@@ -16,7 +16,7 @@ from quantkit.model.architectures.latents import keep_latents
 from quantkit.model.companions import has_tokenizer
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, open_source
-from quantkit.model.model_map import ModelMap
+from quantkit.model.model_map import ModelMap, Role
 from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.stages.export import kind_of, projection_formats, require_exportable, require_tensors
@@ -30,12 +30,15 @@ from quantkit.plan.select import check_patterns, choose
 from quantkit.plan.targets import TARGETS, Target, multiplies
 from quantkit.progress import Progress
 from quantkit.quantization.layout import Contents, contents_of
+from quantkit.quantization.projections import is_transposed, weight_name
+from quantkit.quantization.rounding.kept import fits, groups_of
 from quantkit.quantization.transforms import TRANSFORMS
 from quantkit.quantization.transforms.smoothquant import smoothable
 from quantkit.recipe import Recipe, override
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.workers.record import Workers
 
+BITS_OF_CODES = 4
 NO_TOKENIZER = (
     "the checkpoint has no tokenizer: the artifact reads token ids alone, and accuracy is not measured"
 )
@@ -80,6 +83,8 @@ def resolve(
     require_tokenizer(source, model_map)
     require_padding(source, model_map)
     model_map = with_pooling(model_map, kind, TARGETS[recipe.target])
+    weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
+    recipe = for_stored_codes(recipe, model_map, weights)
     recipe = with_defaults(settle_static(recipe, model_map, kind), model_map, kind)
     shape_times: tuple[ShapeTime, ...] = ()
     notes: tuple[str, ...] = ()
@@ -93,7 +98,6 @@ def resolve(
             next_step="; ".join(notes) or f"'quantkit inspect {name}' lists their sizes; lower --min-dim",
         )
     require_possible(recipe, model_map, kind)
-    weights = open_weights(source, model_map, random_weights=recipe.random_weights, seed=recipe.seed)
     formats = projection_formats(model_map, recipe.scheme, recipe.target, recipe.layers)
     require_exact_sums(model_map, plan, formats, recipe.target, saturates=read_cpu().saturates)
     require_exportable(model_map, kind, recipe.target, None if recipe.random_weights else source.folder)
@@ -157,6 +161,29 @@ def with_defaults(recipe: Recipe, model_map: ModelMap, kind: str) -> Recipe:
         smoothing = {"transforms": ["smoothquant"], "smoothing": "quick"}
         recipe = override(recipe, smoothing if is_smoothed else {"transforms": []})
     return recipe
+
+
+def for_stored_codes(recipe: Recipe, model_map: ModelMap, weights: TensorSource) -> Recipe:
+    """The recipe with defaults that keep the 4-bit codes of a quantized original.
+
+    A transform would change the weights, and calibration has nothing to choose.
+    """
+    layers = [layer for layer in model_map.at_inference.layers if layer.role is not Role.LM_HEAD]
+    stored = [groups_of(weights, weight_name(layer)) for layer in layers if not is_transposed(layer)]
+    found = [groups for groups in stored if groups and groups.bits == BITS_OF_CODES]
+    if TARGETS[recipe.target].is_static or 2 * len(found) <= len(layers):
+        return recipe
+    if recipe.scheme == AUTO:
+        zeros = "_zeros" if any(groups.zeros_OG is not None for groups in found) else ""
+        names = (f"int4_block{block}{zeros}" for block in (128, 64, 32))
+        name = next((name for name in names if all(fits(g, SCHEMES[name].body.grid) for g in found)), None)
+        if name is None or not multiplies(TARGETS[recipe.target], SCHEMES[name].body):
+            return recipe
+        recipe = override(recipe, {"scheme": name})
+    if not all(fits(groups, scheme(recipe.scheme).body.grid) for groups in found) or recipe.searches:
+        return recipe
+    changes = {"fit": "rtn", "transforms": []}
+    return override(recipe, {key: value for key, value in changes.items() if getattr(recipe, key) == AUTO})
 
 
 def default_scheme(kind: str, target: Target) -> str:

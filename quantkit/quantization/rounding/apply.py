@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -22,6 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from quantkit.errors import InputError
 from quantkit.model.model_map import Layer
+from quantkit.model.weights.headers import Groups
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.plan.formats import Format, Grid
 from quantkit.quantization.calibration.statistics import InputStatistics, StatisticsOf
@@ -36,6 +37,7 @@ from quantkit.quantization.layout import (
 from quantkit.quantization.projections import bias_of, gain_of, is_transposed, runs_of, weight_name
 from quantkit.quantization.rounding import FITS, PLAIN, Fit
 from quantkit.quantization.rounding.errors import Sums, loses_more, sums_of
+from quantkit.quantization.rounding.kept import groups_of, kept
 from quantkit.quantization.rounding.rtn import round_to_nearest
 
 CHUNK_VALUES = 1 << 20  # 4 MB of float32: large enough for numpy, small enough for the cache
@@ -197,7 +199,9 @@ class _Rounding:
         plain, step = prepared_fit(PLAIN, grid, None), max(1, CHUNK_VALUES // columns)
 
         def task(start: int) -> Encoded:
-            return plain.encode(self.source.read(f"{name}.weight", start, step))
+            rows_OI = self.source.read(f"{name}.weight", start, step)
+            groups = groups_of(self.source, f"{name}.weight", start, len(rows_OI))
+            return kept(rows_OI, grid, groups) or plain.encode(rows_OI)
 
         tasks = (partial(task, start) for start in range(0, rows, step))
         yield from _in_blocks(name, self.ordered(tasks), grid)
@@ -210,10 +214,16 @@ class _Rounding:
         moment_II = statistics.second_moment_II if statistics else None
         mean_I = statistics.mean_I if statistics and pack.adds_bias else None
 
-        def task(rows: Rows, encode: Callable[[Floats], Encoded]) -> tuple[Encoded, Floats, Sums]:
+        def task(
+            rows: Rows,
+            encode: Callable[[Floats], Encoded],
+            groups: Callable[[], Groups | None] = lambda: None,
+        ) -> tuple[Encoded, Floats, Sums]:
             weight_OI = rows()
-            run = encode(weight_OI)
+            as_stored = kept(weight_OI, grid, groups())
+            run = as_stored or encode(weight_OI)
             lost = sums_of(weight_OI, run, grid, moment_II)
+            lost = replace(lost, num_kept=len(run.codes) if as_stored else 0)
             if mean_I is None:
                 return run, np.zeros(len(weight_OI), np.float32), lost
             lost_OI = weight_OI - decode_all(run, pack.in_features)
@@ -221,12 +231,12 @@ class _Rounding:
 
         def tasks() -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
             for layer, group in groupby(self.row_runs(pack), key=itemgetter(0)):
-                runs = (rows for _, rows in group)
+                runs = [(rows, groups) for _, rows, groups in group]
                 jointly = prepared.jointly(statistics if layer is pack.layers[0] else self.statistics(layer))
                 if jointly:
-                    yield partial(task, partial(_joined_rows, [*runs]), jointly)
+                    yield partial(task, partial(_joined_rows, [rows for rows, _ in runs]), jointly)
                 else:
-                    yield from (partial(task, rows, prepared.encode) for rows in runs)
+                    yield from (partial(task, rows, prepared.encode, groups) for rows, groups in runs)
 
         for run, shift_O, lost in self.ordered(tasks()):
             self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
@@ -234,8 +244,8 @@ class _Rounding:
             self.progress(len(run.codes) * pack.in_features)  # without the padding
             yield run
 
-    def row_runs(self, pack: Pack) -> Iterator[tuple[Layer, Rows]]:
-        """Readers of consecutive rows of each projection, each of a bounded size."""
+    def row_runs(self, pack: Pack) -> Iterator[tuple[Layer, Rows, Callable[[], Groups | None]]]:
+        """Readers of consecutive rows of each projection, each of a bounded size, and of their groups."""
         whole: tuple[str, Floats] | None = None
         for layer in pack.layers:
             name = weight_name(layer)
@@ -244,16 +254,19 @@ class _Rounding:
                 if whole is None or whole[0] != name:
                     whole = (name, self.source.read(name).T)
                 for start, count in runs:
-                    yield layer, partial(np.ascontiguousarray, whole[1][start : start + count])
+                    yield layer, partial(np.ascontiguousarray, whole[1][start : start + count]), lambda: None
             else:
                 for start, count in runs:
-                    yield layer, partial(_read_rows, self.source, layer, start, count)
+                    groups = partial(groups_of, self.source, name, start, count)
+                    is_dense = layer.num_groups == 1
+                    rows = partial(_read_rows, self.source, layer, start, count)
+                    yield layer, rows, groups if is_dense else lambda: None
 
     def float_IO(self, pack: Pack) -> Floats:
         """The untouched weights as [in, out]."""
         weight_IO = np.empty((pack.in_features, pack.out_features), np.float32)
         row = 0
-        for rows_OI in self.ordered(rows for _, rows in self.row_runs(pack)):
+        for rows_OI in self.ordered(rows for _, rows, _ in self.row_runs(pack)):
             weight_IO[:, row : row + len(rows_OI)] = rows_OI.T
             row += len(rows_OI)
             self.progress(rows_OI.size)

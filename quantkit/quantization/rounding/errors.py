@@ -62,6 +62,7 @@ class Sums:
     outputs: Squares = Squares()
     num_rows: int = 0
     num_plain: int = 0  # rows that are rounded to nearest
+    num_kept: int = 0  # rows with the codes of a quantized original
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(**{name: getattr(self, name) + getattr(other, name) for name in Sums.__slots__})

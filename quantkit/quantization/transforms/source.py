@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.model.model_map import ModelMap
-from quantkit.model.weights.tensors import TensorSource
+from quantkit.model.weights.headers import Groups
+from quantkit.model.weights.tensors import GroupSource, TensorSource
 from quantkit.quantization.grid import Doubles
 from quantkit.quantization.transforms.basis import Action, Diagonal, Order, Permutation
 
@@ -119,6 +120,13 @@ class TransformedTensors:
         if not self.edits.get(name) and name not in self.copies and name not in self.added:
             return self.base.read(name, start, count).astype(self.dtype, copy=False)
         return self._values(name, start, count).astype(self.dtype)
+
+    def groups(self, name: str, start: int = 0, count: int | None = None) -> Groups | None:
+        """How untouched rows are integers."""
+        name = self._name(name)
+        if self.edits.get(name) or name in self.added or not isinstance(self.base, GroupSource):
+            return None
+        return self.base.groups(self.copies.get(name, name), start, count)
 
     def exact(self, name: str, start: int = 0, count: int | None = None) -> Doubles:
         """Rows after the edits, in float64."""

@@ -31,7 +31,7 @@ def test_scales_are_applied(form, tmp_path):
         if tensor.dim() == 2:
             assert (read.read(name, 13, 7) == tensor[13:20].numpy()).all(), name
     notes = inspect(scaled).notes
-    assert any("scales, which are applied" in note for note in notes)
+    assert any("the original is quantized" in note and "dequantized" in note for note in notes)
     assert not any("missing" in note or "not used" in note for note in notes)
 
 
@@ -46,11 +46,22 @@ def test_the_reference_is_the_dequantized_model(form, tmp_path):
 
 
 REFUSED = {
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
+    "bitsandbytes 4 bits of the type af4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "af4",
+    },
+    "gptq 3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    "format marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+    "(dynamic)": {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down.*": {}}},
+    "layout gemv": {"quant_method": "awq", "bits": 4, "version": "gemv"},
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-    "pack-quantized": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "pack-quantized": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 3, "group_size": 32}}},
+    },
+    "nvfp4-pack-quantized": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
     "NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "transform_config": {
         "quant_method": "compressed-tensors",
