@@ -74,7 +74,9 @@ class Measure(Section):
     memory: bool = Field(
         default=True, description="peak memory of loading and running, in a separate process"
     )
-    text: str | None = Field(default=None, description="text file; default: the bundled held-out text")
+    text: str | None = Field(
+        default=None, description="text file, or folder of pictures; default: the bundled held-out ones"
+    )
     window: int | None = Field(
         default=None, ge=2, description="tokens per window; default: the context, at most 1024"
     )
@@ -92,7 +94,8 @@ class Calibration(Section):
     """Text that input statistics are collected on, where a method needs them."""
 
     text: str | None = Field(
-        default=None, description="text file, or token ids in .npy; default: the bundled calibration text"
+        default=None,
+        description="text file, token ids in .npy, or folder of pictures; default: the bundled ones",
     )
     windows: int = Field(default=32, ge=1, description="number of windows")
     length: int = Field(default=512, ge=2, description="tokens per window; at most the model's context")

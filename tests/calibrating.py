@@ -22,7 +22,10 @@ def inputs_of(model, tokens_BT: np.ndarray, modules: dict) -> dict[str, np.ndarr
 
     def watch(name):
         def hook(_, args):
-            rows[name].append(args[0].detach().double().numpy().reshape(-1, args[0].shape[-1]))
+            x = args[0].detach().double()
+            if isinstance(modules[name], torch.nn.Conv2d):  # the pixels of each patch
+                x = patches(x.numpy(), *modules[name].kernel_size)
+            rows[name].append(np.asarray(x).reshape(-1, x.shape[-1]))
 
         return hook
 
@@ -31,6 +34,9 @@ def inputs_of(model, tokens_BT: np.ndarray, modules: dict) -> dict[str, np.ndarr
         with torch.no_grad():
             for window in tokens_BT:
                 ids = torch.from_numpy(window[None])
+                if ids.is_floating_point():
+                    model(pixel_values=ids)
+                    continue
                 more = {}
                 if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
                     start = torch.full((1, 1), getattr(model.config, "decoder_start_token_id", None) or 0)
@@ -40,6 +46,19 @@ def inputs_of(model, tokens_BT: np.ndarray, modules: dict) -> dict[str, np.ndarr
         for handle in handles:
             handle.remove()
     return {name: np.concatenate(found) for name, found in rows.items()}
+
+
+def patches(pixels_BCHW: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Pixels of the patches of pictures, row by row, [patches, pixels]."""
+    rows, columns = pixels_BCHW.shape[2] // height, pixels_BCHW.shape[3] // width
+    return np.stack(
+        [
+            picture[:, y * height : (y + 1) * height, x * width : (x + 1) * width].reshape(-1)
+            for picture in pixels_BCHW
+            for y in range(rows)
+            for x in range(columns)
+        ]
+    )
 
 
 def relative(made: np.ndarray, wanted: np.ndarray) -> float:

@@ -12,6 +12,8 @@ from torch import nn
 from quantkit.model.inspect import map_module
 from quantkit.model.linears import LINEARS
 from quantkit.model.model_map import ModelMap
+from quantkit.model.weights.as_mapped import as_mapped
+from quantkit.model.weights.open import tensors_by_name
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.stages.export import checkpoint_header
 from quantkit.plan.formats import SCHEMES
@@ -31,7 +33,9 @@ class ModuleTensors:
     """The weights of a live module, every shared tensor under each of its names."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.values = {name: value.float().numpy() for name, value in module.state_dict().items()}
+        self.values = {
+            name: value.detach().float().numpy() for name, value in tensors_by_name(module).items()
+        }
 
     def has(self, name: str) -> bool:
         return name in self.values
@@ -73,7 +77,8 @@ def quantize(
     magnitudes: Mapping[str, Any] | None = None,
 ) -> Quantized:
     """With `magnitudes` of inputs, the model is smoothed first."""
-    model_map, source = map_module(model, name="tiny"), ModuleTensors(model)
+    model_map = map_module(model, name="tiny")
+    source: TensorSource = as_mapped(ModuleTensors(model), model_map)
     if magnitudes is not None:
         model_map, source = smooth(model_map, source, TransformSettings(statistics=magnitudes))
     plan = choose(model_map, min_dim=min_dim, exclude=exclude)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from examples import pictures_of, reads_pictures
 from exporting import build_tiny
 from torch.overrides import TorchFunctionMode
 
@@ -87,6 +88,10 @@ def make_subject(tiny_class: str, sizes: dict, folder: Path, dtype: torch.dtype 
 
 def logits_of(model: torch.nn.Module) -> np.ndarray:
     """Logits of two rows in float64."""
+    if reads_pictures(model):
+        pictures = pictures_of(model.config, 2, dtype=np.float64)
+        with torch.inference_mode(), InDouble():
+            return model(pixel_values=torch.from_numpy(pictures))[0].numpy()
     random = torch.Generator().manual_seed(1)
     inputs = {"input_ids": torch.randint(5, 60, (2, LENGTH), generator=random)}
     if model.config.is_encoder_decoder:
@@ -94,6 +99,7 @@ def logits_of(model: torch.nn.Module) -> np.ndarray:
     if "use_cache" in python_inspect.signature(model.forward).parameters:
         inputs["use_cache"] = False
     with torch.inference_mode(), InDouble():
-        made = model(**inputs).logits
+        outputs = model(**inputs)
+        made = outputs.logits if "logits" in outputs else outputs[0]
     assert made.dtype is torch.float64
     return made.numpy()

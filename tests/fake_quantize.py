@@ -15,7 +15,7 @@ from torch import nn
 from quantkit.model.experts import with_separate_experts
 from quantkit.model.linears import weight_OI
 from quantkit.model.model_map import Role, Rows
-from quantkit.model.names import family_of_module, modules_by_name
+from quantkit.model.names import checkpoint_name, family_of_module, modules_by_name
 from quantkit.plan.formats import Format, Grid
 from quantkit.quantization.layout import Checkpoint
 from quantkit.quantization.projections import rows_of
@@ -45,6 +45,9 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
                     target = weight_OI(linear, layer["stored_as"])
                     target[rows_of(Rows(**layer["rows"]))] = values[row : row + count].to(target.dtype)
             row += count
+            if layer["output_factors"] and linear not in scaled:
+                scaled.add(linear)
+                take_in(linear, module.get_parameter(live_name(module, layer["output_factors"])))
             if layer["input_factors"] and linear not in scaled:
                 scaled.add(linear)
                 factors_I = torch.from_numpy(checkpoint.read(f"{pack['name']}.input_factors"))
@@ -52,6 +55,9 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
             if pack["grid"] and rounds_inputs and linear not in rounded:
                 rounded.add(linear)
                 rounding = _rounding_of_pack(checkpoint, pack)
+                if isinstance(linear, nn.Conv2d):
+                    linear.forward = partial(convolved, linear, rounding)
+                    continue
                 linear.register_forward_pre_hook(
                     input_hook(lambda x, rounding=rounding: x if x.shape[-2] in unrounded else rounding(x))
                 )
@@ -63,6 +69,33 @@ def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: b
                 values_VI = checkpoint.weight_OI(table["name"], Grid(**table["grid"]), columns)
                 embedding.weight.copy_(torch.from_numpy(values_VI))
     return module
+
+
+def live_name(module: nn.Module, stored: str) -> str:
+    """The name of a parameter in the module, from that in checkpoints."""
+    family = family_of_module(module)
+    return next(path for path, _ in module.named_parameters() if checkpoint_name(path, family) == stored)
+
+
+def take_in(linear: nn.Module, factors_O: nn.Parameter) -> None:
+    """A scale of outputs is in the checkpoint's weight already; the module multiplies by it no more."""
+    with torch.no_grad():
+        if linear.bias is not None:
+            linear.bias.mul_(factors_O)
+        factors_O.fill_(1)
+
+
+def convolved(conv: nn.Conv2d, rounding, x: torch.Tensor) -> torch.Tensor:
+    """A convolution of patches with each patch rounded: a product of the patches, one by one."""
+    height, width = conv.kernel_size
+    rows, columns = x.shape[2] // height, x.shape[3] // width
+    weight_OI = conv.weight.flatten(1)
+    y = x.new_empty(len(x), len(weight_OI), rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            patch = x[:, :, i * height : (i + 1) * height, j * width : (j + 1) * width].flatten(1)
+            y[:, :, i, j] = rounding(patch[:, None])[:, 0] @ weight_OI.T
+    return y if conv.bias is None else y + conv.bias[:, None, None]
 
 
 def _num_groups(pack: dict) -> int:

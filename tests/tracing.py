@@ -95,7 +95,7 @@ def linears_of(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: child
         for name, child in model.named_modules()
-        if isinstance(child, (nn.Linear, Conv1D)) or type(child).__name__.endswith("TopKRouter")
+        if isinstance(child, (nn.Linear, Conv1D, nn.Conv2d)) or type(child).__name__.endswith("TopKRouter")
     }
 
 
@@ -138,9 +138,8 @@ def run(model: nn.Module, inputs: dict, poison: tuple[str, list[int]] | None = N
         if not list(child.children()):
             handles.append(child.register_forward_hook(record(name)))
     with torch.no_grad(), Watch(trace):
-        trace.logits = (
-            model(**inputs, use_cache=False).logits if _takes_cache(model) else model(**inputs).logits
-        )
+        outputs = model(**inputs, use_cache=False) if _takes_cache(model) else model(**inputs)
+        trace.logits = outputs.logits if "logits" in outputs else outputs[0]
     for handle in handles:
         handle.remove()
     return trace

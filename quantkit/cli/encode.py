@@ -1,4 +1,4 @@
-"""`quantkit encode`: the vectors of texts."""
+"""`quantkit encode`: the vectors of texts or pictures."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ FROM_INPUT = "-"
 SHOWN = 4  # numbers of a vector
 
 
-@app.command(short_help="Turn texts into vectors with a quantized encoder.")
+@app.command(short_help="Turn texts or pictures into vectors with a quantized encoder.")
 def encode(
     folder: ArtifactFolder,
-    texts: Annotated[list[str], typer.Argument(help="the texts; - reads standard input, a text a line")],
+    texts: Annotated[
+        list[str], typer.Argument(help="the texts, or files of pictures; - reads standard input, one a line")
+    ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the vectors as .npy")] = None,
     prompt: Annotated[str | None, typer.Option(help="a prompt of the model, put before each text")] = None,
     threads: Annotated[int | None, typer.Option(help="threads  [default: all cores]")] = None,
     check: CheckFiles = "quick",
     as_json: AsJson = False,
 ) -> None:
-    """Turn texts into vectors: sentence embeddings where the model has a pooling of its own."""
+    """Turn texts or pictures into vectors: embeddings where the model has a pooling of its own."""
     import numpy as np
 
     from quantkit.pipeline.artifact import load

@@ -1,4 +1,4 @@
-"""`quantkit score`: the labels of texts, and the scores of passages for a query."""
+"""`quantkit score`: the labels of texts or pictures, and the scores of passages for a query."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app
 from quantkit.cli.encode import FROM_INPUT
 
 
-@app.command(short_help="Label texts with a classifier, or rank passages with a reranker.")
+@app.command(short_help="Label texts or pictures with a classifier, or rank passages with a reranker.")
 def score(
     folder: ArtifactFolder,
-    texts: Annotated[list[str], typer.Argument(help="the texts; - reads standard input, a text a line")],
+    texts: Annotated[
+        list[str], typer.Argument(help="the texts, or files of pictures; - reads standard input, one a line")
+    ],
     query: Annotated[str | None, typer.Option(help="what a reranker reads each text with")] = None,
     threads: Annotated[int | None, typer.Option(help="threads  [default: all cores]")] = None,
     check: CheckFiles = "quick",
     as_json: AsJson = False,
 ) -> None:
-    """Print the label and its probability of each text; with a reranker the scores, best first."""
+    """Print the label and its probability of each text or picture; with a reranker the scores, best first."""
     from quantkit.pipeline.artifact import load
 
     if texts == [FROM_INPUT]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from quantkit.evaluation.measurements import Accuracy, Perplexity
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-Logits = Callable[[Ints], Floats]  # token ids [B, S] -> logits [B, S, V]
+Logits = Callable[[NDArray[Any]], Floats]  # token ids [B, S] -> logits [B, S, V]; pictures -> outputs
 
 MIN_TOKENS = 3  # two predictions: one alone has no standard error
 # Logits of a chunk: their float64 copies fit in the cache. Chunks ten times larger take twice the time.

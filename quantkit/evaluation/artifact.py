@@ -14,7 +14,7 @@ from quantkit.files import expect, read_json
 from quantkit.recipe import RECIPE_FILE, Recipe, load_recipe
 from quantkit.runtime.graph import NotTextError, holds_model
 from quantkit.runtime.machine.facts import read_cpu
-from quantkit.runtime.session import Session, open_session
+from quantkit.runtime.session import Session, example_of, open_session
 
 LARGEST_WINDOW = 1024  # as in Hugging Face's documentation of perplexity
 
@@ -76,7 +76,7 @@ def run_once(folder: Path, name: str) -> str:
             batch = session.begin(ids.tolist(), 1)
             outputs = [batch.read().copy(), batch.step(ids[:, 0], [0])]
         else:
-            outputs = [session.logits(ids)]
+            outputs = [session.logits(example_of(session, ids))]
     except NotTextError as error:
         return str(error)
     except Exception as error:  # onnxruntime's own exceptions share no useful base class

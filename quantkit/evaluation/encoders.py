@@ -39,6 +39,7 @@ def compare_encoder(
     """Compare an encoder with its original; `tokens` are the ids of the recipe's text and its name."""
     session = artifact.session
     assert isinstance(session, Encoder)
+    assert not session.reads_pictures, "compare_pictures does"
     head = head_of(session) if is_meaningful else None
     if head and head.ranks and original.pair_logits:
         return _compare_reranker(artifact, session, original.pair_logits(), progress)

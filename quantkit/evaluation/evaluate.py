@@ -13,10 +13,12 @@ from quantkit.evaluation.accuracy import Ints, TextPerplexity
 from quantkit.evaluation.artifact import OpenArtifact
 from quantkit.evaluation.measure import compare
 from quantkit.evaluation.measurements import Accuracy, Similarity
+from quantkit.evaluation.pictures import compare_pictures
 from quantkit.evaluation.reference import named_reference, original_at_hand
 from quantkit.evaluation.text import encoded_text, random_text
 from quantkit.evaluation.verdict import Judgement, judge
 from quantkit.progress import Progress
+from quantkit.runtime.encoder import Encoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +45,13 @@ def evaluate(artifact: OpenArtifact, *, reference: str | None, progress: Progres
             next_step="name the original with --reference MODEL",
         )
     original = named_reference(reference, artifact.session, artifact.threads) if reference else None
-    result = compare(
-        artifact,
-        text_tokens(artifact),
-        original,
-        progress,
-        is_meaningful=not artifact.recipe.random_weights,
-    )
+    is_meaningful, session = not artifact.recipe.random_weights, artifact.session
+    result: Accuracy | Similarity | TextPerplexity
+    if isinstance(session, Encoder) and session.reads_pictures:
+        assert original is not None, "an encoder has no perplexity of its own"
+        result = compare_pictures(artifact, session, original, progress, is_meaningful=is_meaningful)
+    else:
+        result = compare(artifact, text_tokens(artifact), original, progress, is_meaningful=is_meaningful)
     return Evaluation(result=result, reference=reference, notes=(reason,) if reason else ())
 
 

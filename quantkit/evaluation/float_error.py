@@ -21,6 +21,7 @@ from quantkit.runtime.encoder import Encoder, encode
 from quantkit.runtime.session import Session
 
 SHORT, LONG = 5, 320  # tokens of the prompts
+NUM_PICTURES = 2
 NUM_STEPS = 2  # tokens that continue a decoder's prompt
 # Tokens x parameters of the long prompt: some seconds. It has MIN_LONG tokens at least.
 WORK, MIN_LONG = 1 << 34, 32
@@ -84,6 +85,23 @@ def _continued(session: Session, prompts: Sequence[Ints]) -> Iterator[Compared]:
             yield (prompt[None], read), [*parts, (slice(None), session.answer_logits(prompt[None], read)[0])]
         else:
             yield (read,), [*parts, (slice(len(prompt)), session.logits(prompt[None])[0])]
+
+
+def picture_error(folder: Path, reference: Reference) -> FloatError:
+    """Compare the float graph of a model of pictures with the reference on two random pictures."""
+    session = open_measured(folder)
+    assert isinstance(session, Encoder)
+    random = np.random.default_rng(0)
+    pictures = random.standard_normal((NUM_PICTURES, *session.picture_shape), np.float32)
+    try:
+        outputs = session.logits(pictures)
+    except Exception as failure:  # onnxruntime's own exceptions share no useful base class
+        return FloatError(largest_error=1.0, num_tokens=0, failure=" ".join(str(failure).split())[:300])
+    num_tokens = NUM_PICTURES * (session.context or 1)
+    del session
+    expected = reference.logits()(pictures)
+    error = float(np.abs(outputs - expected).max()) / (float(np.abs(expected).max()) or 1.0)
+    return FloatError(largest_error=error if np.isfinite(error) else 1.0, num_tokens=num_tokens)
 
 
 def _padded(session: Session, prompts: Sequence[Ints], pad_id: int) -> Iterator[Compared]:

@@ -18,8 +18,9 @@ import numpy as np
 
 from quantkit.evaluation.measurements import Latency, Timing
 from quantkit.export.traffic import Traffic
+from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.generate import Batch
-from quantkit.runtime.session import Session
+from quantkit.runtime.session import Session, example_of
 
 Run = Callable[[], object]
 Clock = Callable[[], float]  # seconds
@@ -56,7 +57,8 @@ def phases_of(session: Session, prompt: int, decode: int) -> Phases:
     vocab_size = session.vocab_size or SMALLEST_VOCABULARY
     ids = np.random.default_rng(0).integers(0, vocab_size, (1, prompt)).astype(np.int64)
     if not session.generates:
-        return {"prefill": Subject(run=lambda: session.logits(ids), prepare=_settle)}
+        example = example_of(session, ids)
+        return {"prefill": Subject(run=lambda: session.logits(example), prepare=_settle)}
     batches: list[Batch] = []
 
     def begin() -> None:
@@ -86,7 +88,12 @@ def _settle() -> None:
 
 
 def fitting(session: Session, prompt: int, decode: int) -> tuple[int, int]:
-    """(prompt length, decoded tokens) to time: a static graph always computes its full length."""
+    """(prompt length, decoded tokens) to time: a static graph always computes its full length.
+
+    So does a graph of pictures, whose tokens are those of one picture.
+    """
+    if isinstance(session, Encoder) and session.reads_pictures:
+        return session.context or prompt, decode
     prompt = session.fixed_length or prompt
     if session.kind == "static" and session.context:
         decode = min(decode, session.context - prompt)

@@ -34,14 +34,17 @@ from quantkit.evaluation.measurements import (
     Similarity,
 )
 from quantkit.evaluation.memory import floor_ms, run_and_measure
+from quantkit.evaluation.pictures import compare_pictures
 from quantkit.evaluation.reference import Reference, session_reference
 from quantkit.evaluation.samples import Samples, take_samples
 from quantkit.evaluation.text import encoded_text, random_text, read_text
 from quantkit.export.traffic import from_metadata
 from quantkit.progress import Progress
 from quantkit.recipe import Measure
+from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.machine.facts import cache_bytes, read_cpu
 from quantkit.runtime.machine.throughput import read_bandwidth_gb_per_s
+from quantkit.runtime.pictures import PREPROCESSOR_FILE
 from quantkit.runtime.session import Session
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
@@ -101,7 +104,8 @@ def measure(
             original = session_reference(reference_session) if reference_session else None
         result = attempt("accuracy", partial(accuracy_of, artifact, original, notes, progress), failures)
     samples = None
-    if result is not None and reference_session and not artifact.recipe.random_weights:
+    reads_pictures = isinstance(session, Encoder) and session.reads_pictures
+    if result is not None and not reads_pictures and reference_session and not artifact.recipe.random_weights:
         taking = partial(_samples, artifact, reference_session, progress)
         samples = attempt("the comparison of answers", taking, failures)
     lengths = fitting(session, *timed_lengths(measure, artifact.context))
@@ -137,6 +141,9 @@ def accuracy_of(
 ) -> Accuracy | Similarity | TextPerplexity | None:
     """Accuracy on the recipe's text; None and a note if the tokenizer is missing or does not fit."""
     recipe, vocab_size = artifact.recipe, artifact.vocab_size
+    session = artifact.session
+    if isinstance(session, Encoder) and session.reads_pictures:
+        return _accuracy_on_pictures(artifact, session, original, notes, progress)
     if recipe.random_weights and vocab_size:
         if original is None:
             return None
@@ -151,6 +158,22 @@ def accuracy_of(
         notes.append("accuracy was not measured: the tokenizer makes ids that the model does not have")
         return None
     return compare(artifact, (ids, name), original, progress)
+
+
+def _accuracy_on_pictures(
+    artifact: OpenArtifact,
+    session: Encoder,
+    original: Reference | None,
+    notes: list[str],
+    progress: Progress,
+) -> Similarity | None:
+    has_random_weights = artifact.recipe.random_weights
+    if not (has_random_weights or (artifact.folder / PREPROCESSOR_FILE).exists()):
+        notes.append(f"accuracy was not measured: the checkpoint brings no {PREPROCESSOR_FILE}")
+        return None
+    if original is None:
+        return None
+    return compare_pictures(artifact, session, original, progress, is_meaningful=not has_random_weights)
 
 
 def compare(

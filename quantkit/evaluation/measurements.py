@@ -58,7 +58,7 @@ class Accuracy:
 class Labels:
     """Labels of a quantized classifier compared with its original's."""
 
-    flips: float  # share of texts or tokens with another label
+    flips: float  # share of texts, tokens or pictures with another label
     flips_standard_error: float | None = None  # over texts; None for one text
     kl_divergence: float  # KL(reference || quantized) of the labels in nats, mean
     kl_standard_error: float | None = None
@@ -95,6 +95,7 @@ class Similarity:
     is_meaningful: bool = True
     error_standard_error: float | None = None  # of the RMS error over windows; None for one window
     nearest_agreement: float | None = None  # share of texts that keep their nearest one; None: no embeddings
+    of_pictures: bool = False  # instead of texts; the window is then the tokens of a picture
     labels: Labels | None = None  # of a classifier
     ranking: Ranking | None = None  # of a reranker or a sentence model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,17 +47,21 @@ def session_reference(session: Session) -> Reference:
     )
 
 
-def transformers_reference(source: Source) -> Reference:
-    """The original in transformers, in float32."""
+def transformers_reference(source: Source, vector: str | None = None) -> Reference:
+    """The original in transformers, in float32; `vector` names its output of one vector an example."""
     from quantkit.model.reference import (
         reference_answer_logits,
         reference_logits,
+        reference_output,
         reference_pair_logits,
         reference_vectors,
     )
 
+    vectors = (lambda: reference_vectors(source)) if source.sentence else None
+    if vector and not source.sentence:
+        vectors = partial(reference_output, source, vector)
     return Reference(
-        vectors=(lambda: reference_vectors(source)) if source.sentence else None,
+        vectors=vectors,
         logits=lambda: reference_logits(source),
         pair_logits=lambda: reference_pair_logits(source),
         answer_logits=lambda: reference_answer_logits(source),
@@ -77,7 +82,8 @@ def named_reference(name: str, session: Session, threads: int) -> Reference:
     else:
         source = with_weights(open_source(name), random_weights=False)
         require_complete(source, inspect_source(source))
-        reference = transformers_reference(source)
+        vector = session.vector_output if isinstance(session, Encoder) else None
+        reference = transformers_reference(source, vector)
     if reference.reads_and_answers != session.reads_and_answers:
         kinds = ("a decoder or an encoder", "an encoder-decoder model")
         raise InputError(

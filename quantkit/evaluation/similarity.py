@@ -7,6 +7,7 @@ their cosine is measured, and the largest error, which a cosine hides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,14 @@ def measure_similarity(
     *,
     reference: Logits,
     quantized: Logits,
-    rows: Sequence[Ints],
+    rows: Sequence[NDArray[Any]],
     text: str,
     are_embeddings: bool = False,
     is_meaningful: bool = True,
     outputs: tuple[list[Doubles], list[Doubles]] | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Similarity:
-    """Compare two encoders on the token ids of several texts.
+    """Compare two encoders on the token ids of several texts, or on the pixels of several pictures.
 
     Outputs are [1, S, D]; those of a classifier and sentence embeddings are [1, D]. `outputs` receives those
     of both models.

@@ -35,7 +35,7 @@ class Limit:
 KL_DIVERGENCE = Limit(metric="KL divergence in nats", degraded=0.05, broken=0.5, show="{:.3g}")
 OTHER_TOP1 = Limit(metric="tokens with another top-1 prediction", degraded=0.2, broken=0.5)
 LABEL_KL = Limit(metric="KL divergence of labels in nats", degraded=0.005, broken=0.05, show="{:.3g}")
-OTHER_LABEL = Limit(metric="texts or tokens with another label", degraded=0.02, broken=0.1)
+OTHER_LABEL = Limit(metric="texts, tokens or pictures with another label", degraded=0.02, broken=0.1)
 RANKING_LOSS = Limit(
     metric="1 - nDCG@10 of the original's ranking", degraded=0.015, broken=0.1, show="{:.3g}"
 )

@@ -20,12 +20,14 @@ INTEGER_ACTIVATIONS = 4  # accuracy level at which the operator quantizes its in
 MASKED = 1e4  # what is taken from a masked score: far enough for softmax, finite for every type
 SMALLEST_PEAK = 1e-20  # a token of zeros stays zeros
 LEAST = {"Relu": 0.0, "Gelu": -0.1701, "FastGelu": -0.1701}  # what an operator gives is this or more
+ALPHAS = {Activation.SILU: 1.0, Activation.QUICK_GELU: 1.702}  # of QuickGelu
 ACTIVATION_OPS: dict[Activation, tuple[str, str]] = {
     Activation.RELU: ("Relu", ""),
     Activation.RELU_SQUARED: ("Relu", ""),  # and its square
     Activation.GELU: ("Gelu", CONTRIB),
     Activation.GELU_TANH: ("FastGelu", CONTRIB),
     Activation.SILU: ("QuickGelu", CONTRIB),  # x * sigmoid(alpha x), with alpha 1
+    Activation.QUICK_GELU: ("QuickGelu", CONTRIB),
 }
 
 

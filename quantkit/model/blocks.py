@@ -100,9 +100,9 @@ def describe_block(walk: Walk, place: Place, layers: list[Layer]) -> Block:
 def _describe_attention(walk: Walk, family: Family, place: Place, query: Layer, key: Layer) -> Attention:
     facts, is_cross = walk.config.raw, query.is_cross_attention
     config: Any = walk.module.config
-    module = walk.module.get_submodule(query.matrix.rpartition(".")[0])
+    module = walk.parents[query.matrix]
     head_dim = head_dim_of(module)
-    block, norms = walk.module.get_submodule(place.block), read_fact(place.stack.norms, facts)
+    block, norms = walk.modules[place.block], read_fact(place.stack.norms, facts)
     kinds = facts.get("layer_types") if family.windows == "layer_types" else None
     kind = kinds[place.index] if kinds else FULL
     has_window = not is_cross and (kind == SLIDING or family.windows == "every layer")
@@ -152,6 +152,8 @@ def factor_of(walk: Walk, *fields: str) -> float | None:
 def _is_causal(module: Any, family: Family, stack: Stack, facts: Mapping[str, Any]) -> bool:
     """Encoders can be made decoders, and decoders be made to look in both directions."""
     if stack.kind == "encoder":
+        if family.is_causal:
+            return True
         by_config = family.is_causal_by_config and bool(facts.get("is_decoder"))
         return by_config or bool(getattr(module, "is_decoder", False))
     return bool(getattr(module, "is_causal", True)) and facts.get("is_causal") is not False

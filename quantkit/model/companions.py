@@ -9,6 +9,7 @@ import transformers
 
 from quantkit.model.load import Source
 
+PREPROCESSOR_FILE = "preprocessor_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,6 +22,7 @@ TOKENIZER_FILES = (
     "spiece.model",
     "chat_template.jinja",
     "generation_config.json",
+    PREPROCESSOR_FILE,
 )
 NO_VOCABULARY = (
     "tokenizer_config.json",
@@ -28,6 +30,7 @@ NO_VOCABULARY = (
     "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
+    PREPROCESSOR_FILE,
 )
 
 
@@ -46,6 +49,10 @@ def tokenizer_files(source: Source) -> tuple[Path, ...]:
 
 def has_tokenizer(source: Source) -> bool:
     return any(path.name not in NO_VOCABULARY for path in tokenizer_files(source))
+
+
+def has_preprocessor(source: Source) -> bool:
+    return bool(source.folder and (source.folder / PREPROCESSOR_FILE).is_file())
 
 
 def make_fast_tokenizer(source: Source, folder: Path) -> bool:

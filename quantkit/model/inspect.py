@@ -21,7 +21,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quantkit.errors import InputError
-from quantkit.files import reading
+from quantkit.files import read_json, reading
 from quantkit.model import linears
 from quantkit.model.blocks import KEYS, QUERIES, describe_block, distance_terms, factor_of, split_rows
 from quantkit.model.config import normalise
@@ -42,6 +42,7 @@ from quantkit.model.model_map import (
     Norm,
     NormKind,
     NormPlace,
+    Picture,
     PositionBias,
     PositionKind,
     Role,
@@ -82,10 +83,23 @@ def inspect_source(source: Source) -> ModelMap:
         require_width(source.sentence, model_map.hidden_size, source.name)
     return replace(
         model_map,
+        picture=_at_usual_size(model_map.picture, source),
         sentence=source.sentence,
         notes=(*source.notes, *header_notes(source, module), *model_map.notes),
         used_remote_code=source.uses_remote_code,
     )
+
+
+def _at_usual_size(picture: Picture | None, source: Source) -> Picture | None:
+    """A picture that may have any size at the one to which the preprocessing crops or resizes."""
+    path = source.folder / "preprocessor_config.json" if source.folder else None
+    if picture is None or not picture.stretches or path is None or not path.exists():
+        return picture
+    settings = read_json(path)
+    sizes = settings.get("crop_size") if settings.get("do_center_crop") else settings.get("size")
+    sides = [sizes.get(side) for side in ("height", "width")] if isinstance(sizes, dict) else []
+    usual = tuple(side for side in sides if type(side) is int and side >= max(picture.patch))
+    return replace(picture, size=(usual[0], usual[1])) if len(usual) == 2 else picture
 
 
 def map_module(module: nn.Module, *, name: str) -> ModelMap:
@@ -99,6 +113,7 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         stored = checkpoint_name(path, family)
         walk.names[id(child)].append(stored)
         walk.modules[stored] = child
+        walk.parents[stored] = module.get_submodule(path.rpartition(".")[0])
     embeddings = _map_embeddings(walk)
     layers = _map_layers(walk)
     norms = _map_norms(walk)
@@ -135,6 +150,9 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         position_bias=_position_bias(walk, embeddings),
         distance_scores=_distance_scores(walk, layers),
         head_activation=_head_activation(walk),
+        picture=_picture(walk),
+        head_reads_one_token=bool(family and family.head_reads_one_token),
+        end_token=walk.config.raw.get("eos_token_id") if family and family.finds_end else None,
         reads_mean=bool(family and read_fact(family.reads_mean, config.raw)),
         num_experts=config.num_experts,
         num_active_experts=config.num_active_experts,
@@ -254,9 +272,9 @@ def _map_layers(walk: Walk) -> tuple[Layer, ...]:
     anchors: dict[str, int] = {}
     for order, (_, child) in enumerate(walk.module.named_modules()):
         kind = linears.kind_of(child)
-        if kind is None:
-            continue
         names = walk.names[id(child)]
+        if kind is None or (kind == linears.PATCHES and not _is_of_patches(walk, child, names[0])):
+            continue
         place = place_of(walk, names[0])
         roles, is_cross = ((Role.LM_HEAD,), False) if child is head else _roles_of(place)
         split = _split(walk, child, kind=kind, roles=roles, is_cross=is_cross, place=place)
@@ -299,7 +317,7 @@ def _split(
     rows = split_rows(
         roles,
         num_out,
-        walk.modules[matrix.rpartition(".")[0]] if place else child,
+        walk.parents[matrix] if place else child,
         fused_rows=read_fact(walk.family.fused_rows, walk.config.raw) if walk.family else "end to end",
     )
     if sum(part.total for part in rows) != num_out:
@@ -326,9 +344,57 @@ def _split(
             aliases=tuple(names[1:]),
             calls=calls(walk, place) * len(names),
             num_heads=int(walk.config.raw[heads_field]) if heads_field else 1,
+            output_factors=_output_factors(walk, place),
         )
         for role, part in zip(roles, rows, strict=True)
     ]
+
+
+def _output_factors(walk: Walk, place: Place | None) -> str | None:
+    """The parameter of the block that scales the outputs of the projection."""
+    scales = place.stack.scales if place else {}
+    names = (f"{place.block}.{name}" for name, scaled in scales.items() if place and scaled == place.inner)
+    return next((name for name in names if name.rpartition(".")[0] in walk.modules), None)
+
+
+def _is_of_patches(walk: Walk, child: nn.Module, name: str) -> bool:
+    """Whether the convolution is the one that makes tokens of patches."""
+    row = walk.family.picture if walk.family else None
+    return bool(row and name == walk.prefix + row.patches and linears.is_product_of_patches(child))
+
+
+def _picture(walk: Walk) -> Picture | None:
+    row = walk.family.picture if walk.family else None
+    patches: Any = walk.modules.get(walk.prefix + row.patches) if row else None
+    if row is None or patches is None:
+        return None
+    sides = walk.config.raw.get("image_size")
+    height, width = (sides, sides) if isinstance(sides, int) else sides or (0, 0)
+    patch = (int(patches.kernel_size[0]), int(patches.kernel_size[1]))
+    existing = {checkpoint_name(path, walk.family) for path, _ in walk.module.named_parameters()}
+    first, unread = (
+        tuple(name for part in parts if (name := walk.prefix + part) in existing)
+        for parts in (row.first, row.unread)
+    )
+    picture = Picture(
+        patches=walk.prefix + row.patches,
+        channels=int(patches.in_channels),
+        patch=patch,
+        size=(int(height), int(width)),
+        positions=walk.prefix + row.positions,
+        first=first,
+        unread=unread,
+        stretches=row.stretches,
+        table=(int(height) // patch[0], int(width) // patch[1]),
+        probe=walk.prefix + row.probe if row.probe and walk.prefix + row.probe in walk.modules else None,
+    )
+    if not all(picture.grid):
+        raise InputError(
+            f"a picture of {height} x {width} pixels holds no patch of {patch[0]} x {patch[1]}",
+            where="config.json (image_size, patch_size)",
+            allowed="pictures of one patch or more",
+        )
+    return picture
 
 
 def _map_embeddings(walk: Walk) -> tuple[Embedding, ...]:

@@ -21,8 +21,11 @@ class LinearKind:
     is_transposed: bool = False  # stored as [in, out]
 
 
+PATCHES = "patches"
 LINEARS: dict[str, LinearKind] = {
     "linear": LinearKind(classes=("torch.nn.modules.linear.Linear", "transformers.models.*TopKRouter")),
+    # Stored as [out, channels, height, width], and a product only where a family's row names it.
+    PATCHES: LinearKind(classes=("torch.nn.modules.conv.Conv2d",)),
     "conv1d": LinearKind(classes=("transformers.pytorch_utils.Conv1D",), is_transposed=True),
 }
 
@@ -42,4 +45,15 @@ def _kind_of_classes(names: tuple[str, ...]) -> str | None:
 def weight_OI(module: nn.Module, kind: str) -> Tensor:
     """The weight as [out, in]; a view, never a copy."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.T if LINEARS[kind].is_transposed else weight
+    return weight.T if LINEARS[kind].is_transposed else weight.flatten(1)
+
+
+def is_product_of_patches(module: nn.Module) -> bool:
+    """Whether a convolution multiplies each patch of a picture once, so that it is one product."""
+    return (
+        isinstance(module, nn.Conv2d)
+        and module.stride == module.kernel_size
+        and module.dilation == (1, 1)
+        and module.groups == 1
+        and module.padding in ("valid", (0, 0))
+    )

@@ -350,7 +350,8 @@ def make_config(source: Source) -> Any:
     if source.uses_remote_code:
         location = str(source.folder) if source.folder else source.name
         return transformers.AutoConfig.from_pretrained(location, trust_remote_code=True)
-    if model_type not in CONFIG_MAPPING:
+    config_class = _config_class(source)
+    if config_class is None:
         raise InputError(
             f"transformers {transformers.__version__} does not know the model type '{model_type}'",
             where=source.name,
@@ -364,7 +365,16 @@ def make_config(source: Source) -> Any:
             for key, value in spelled_for(source.config, TRANSFORMERS_MAJOR).items()
             if key not in ("model_type", "auto_map")
         }
-        return CONFIG_MAPPING[model_type].from_dict(fields)
+        return config_class.from_dict(fields)
+
+
+def _config_class(source: Source) -> Any:
+    """The class of the config; the auto classes do not list all towers, whose own classes name it."""
+    model_type = source.config["model_type"]
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    own = getattr(named_class(source), "config_class", None)
+    return own if getattr(own, "model_type", None) == model_type else None
 
 
 def model_class(architecture: str) -> Any:

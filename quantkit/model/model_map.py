@@ -56,6 +56,7 @@ class Activation(StrEnum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
+    QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x)
     OTHER = "other"
 
 
@@ -158,6 +159,7 @@ class Layer:
     num_heads: int = 1  # of a latent projection: heads of its output
     num_groups: int = 1  # blocks on the diagonal, all other weights being zero: as many as heads, or 1
     input_factors: str | None = None  # the vector that its input is multiplied by, put there by smoothing
+    output_factors: str | None = None  # the parameter that its output is multiplied by: it is read as one
 
     @property
     def is_fused(self) -> bool:
@@ -265,6 +267,42 @@ class DistanceScores:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """How a picture becomes tokens: those of `first`, then one for each patch, row by row."""
+
+    patches: str  # the projection of a patch: channels, then rows, then columns of its pixels
+    channels: int
+    patch: tuple[int, int]  # pixels: height, width
+    size: tuple[int, int]  # of a picture that has the positions as they are
+    positions: str  # [1, tokens, hidden] or [tokens, hidden]
+    first: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    stretches: bool = False  # a picture of another size has its positions stretched
+    table: tuple[int, int] = (0, 0)  # rows and columns of the positions of patches
+    probe: str | None = None  # the module that pools all tokens by attention with a query of its own
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches in a column and in a row; what remains at the lower and right edges is left out."""
+        return self.size[0] // self.patch[0], self.size[1] // self.patch[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.grid[0] * self.grid[1] + len(self.first)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all tensors beside the projection."""
+        return (*self.first, self.positions, *self.unread, *self.probe_parameters)
+
+    @property
+    def probe_parameters(self) -> tuple[str, ...]:
+        """The query, and the weights that make keys and values of the tokens."""
+        parts = ("probe", "attention.in_proj_weight", "attention.in_proj_bias")
+        return tuple(f"{self.probe}.{part}" for part in parts) if self.probe else ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
     kind: FfnKind
     activation: Activation
@@ -286,6 +324,7 @@ class FeedForward:
             Activation.GELU: "GELU (exact)",
             Activation.GELU_TANH: "GELU (tanh)",
             Activation.SILU: "SiLU",
+            Activation.QUICK_GELU: "GELU (quick)",
         }
         return (gated if self.kind is FfnKind.GATED else plain).get(self.activation, "other")
 
@@ -357,6 +396,9 @@ class ModelMap:
     position_bias: PositionBias | None = None
     distance_scores: DistanceScores | None = None
     head_activation: Activation | None = None  # of a task's head, where the config sets it apart
+    picture: Picture | None = None  # of a model that reads pictures
+    end_token: int | None = None  # at which a text is pooled
+    head_reads_one_token: bool = False  # projections behind the blocks read one token of each example
     reads_mean: bool = False  # a sequence classifier reads the mean of all tokens, instead of the first
 
     @property
@@ -367,9 +409,15 @@ class ModelMap:
         """
         tables = [table for table in self.embeddings if table.kind is EmbeddingKind.POSITION]
         limits: list[int | None] = [table.num_rows - self.position_offset for table in tables]
-        limits = limits or [self.max_positions]
+        limits = limits or [self.picture.num_tokens if self.picture else self.max_positions]
         limits += [attention.rope_limit for block in self.blocks for attention in block.attentions]
         return min((limit for limit in limits if limit), default=None)
+
+    @property
+    def placed(self) -> frozenset[str]:
+        """Parameters outside of projections, tables and norms whose use is known."""
+        factors = (layer.output_factors for layer in self.layers)
+        return frozenset(filter(None, (*factors, *(self.picture.parameters if self.picture else ()))))
 
     @property
     def matrices(self) -> tuple[str, ...]:

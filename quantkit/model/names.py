@@ -47,6 +47,7 @@ class Walk:
     names: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     owners: dict[int, str] = field(default_factory=dict)  # parameter -> the entry that counts it
     modules: dict[str, nn.Module] = field(default_factory=dict)  # by their names in checkpoints
+    parents: dict[str, nn.Module] = field(default_factory=dict)  # the module that holds each of them
     ropes: Mapping[str, Rope] = field(default_factory=dict)  # by the kind of layer; empty without rotation
 
     def claim(self, module: nn.Module, name: str) -> None:
@@ -60,14 +61,9 @@ def find_prefix(module: nn.Module, family: Family | None) -> str:
     if family is None:
         return ""
     anchor = family.stacks[0].path.split(".*")[0]
+    names = {checkpoint_name(path, family) for path, _ in module.named_modules()}
     candidates = ["", *(f"{name}." for name, _ in module.named_children())]
-    for candidate in candidates:
-        try:
-            module.get_submodule(candidate + anchor)
-        except AttributeError:
-            continue
-        return candidate
-    return ""
+    return next((candidate for candidate in candidates if candidate + anchor in names), "")
 
 
 def checkpoint_name(path: str, family: Family | None) -> str:

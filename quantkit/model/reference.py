@@ -11,13 +11,14 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from quantkit.model.examples import inputs_of
 from quantkit.model.families import family_of
 from quantkit.model.load import Source, build_on_meta, make_config, named_class, without_hub_kernels
 from quantkit.model.names import checkpoint_name
 from quantkit.model.sentence import Dense
 from quantkit.model.weights.open import open_tensors
 
-Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+Logits = Callable[[NDArray[Any]], NDArray[np.float32]]
 AnswerLogits = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 
 
@@ -66,15 +67,16 @@ def reference_logits(source: Source) -> Logits:
 
 
 def logits_of(model: Any) -> Logits:
-    run = _logits_of(model)
-    return lambda ids: run(input_ids=ids)
+    """The first output of a model, of token ids or of pictures."""
+    run = _output_of(model)
+    return lambda examples: run(inputs_of(examples))
 
 
 def reference_pair_logits(source: Source) -> AnswerLogits:
     """The reference as a function of token ids and token types, where it has types."""
     model = reference_model(source)
-    run, has_types = _logits_of(model), "token_type_ids" in inspect.signature(model.forward).parameters
-    return lambda ids, types: run(input_ids=ids, **({"token_type_ids": types} if has_types else {}))
+    run, has_types = _output_of(model), "token_type_ids" in inspect.signature(model.forward).parameters
+    return lambda ids, types: run(_tensors(input_ids=ids, **({"token_type_ids": types} if has_types else {})))
 
 
 def reference_vectors(source: Source) -> Logits:
@@ -120,19 +122,30 @@ def reference_answer_logits(source: Source) -> AnswerLogits:
 
 
 def answer_logits_of(model: Any) -> AnswerLogits:
-    run = _logits_of(model)
-    return lambda encoder_ids, ids: run(input_ids=encoder_ids, decoder_input_ids=ids)
+    run = _output_of(model)
+    return lambda encoder_ids, ids: run(_tensors(input_ids=encoder_ids, decoder_input_ids=ids))
 
 
-def _logits_of(model: Any) -> Callable[..., NDArray[np.float32]]:
+def reference_output(source: Source, name: str) -> Logits:
+    """One output of the reference, by its name in transformers."""
+    run = _output_of(reference_model(source), name)
+    return lambda examples: run(inputs_of(examples))
+
+
+def _tensors(**ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(values) for name, values in ids.items()}
+
+
+def _output_of(model: Any, name: str = "logits") -> Callable[[dict[str, torch.Tensor]], NDArray[np.float32]]:
+    """An output of a model; the first one where it has none of that name."""
     has_cache = "use_cache" in inspect.signature(model.forward).parameters
     options = {"use_cache": False} if has_cache else {}
 
-    def run(**ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    def run(inputs: dict[str, torch.Tensor]) -> NDArray[np.float32]:
         with torch.inference_mode():
-            outputs = model(**{name: torch.from_numpy(values) for name, values in ids.items()}, **options)
-        logits = outputs.logits if "logits" in outputs else outputs[0]  # no head: the last hidden states
-        values: NDArray[np.float32] = logits.float().numpy()
+            outputs = model(**inputs, **options)
+        output = outputs[name] if name in outputs else outputs[0]  # no head: the last hidden states
+        values: NDArray[np.float32] = output.float().numpy()
         return values
 
     return run

@@ -30,9 +30,10 @@ from quantkit.report.stored import REPORT_FILE, read_report
 from quantkit.runtime.chat import Message, check_messages, conversation, open_chat_template
 from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.generate import Sampling, generate
-from quantkit.runtime.labels import head_of, score
+from quantkit.runtime.labels import head_of, score, score_pictures
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.manifest import require_whole
+from quantkit.runtime.picture_batches import picture_vectors
 from quantkit.runtime.providers.trial import ProviderChoice
 from quantkit.runtime.sentence import token_rows, vectors
 from quantkit.runtime.session import Session
@@ -155,10 +156,13 @@ class Artifact:
         """Logits [B, T, V] of token ids [B, T] or [T]; of an encoder its first output."""
         return self.session.logits(np.atleast_2d(np.asarray(ids, np.int64)))
 
-    def encode(self, texts: str | Sequence[str], *, prompt: str | None = None) -> NDArray[np.float32]:
+    def encode(
+        self, texts: str | Path | Sequence[str | Path], *, prompt: str | None = None
+    ) -> NDArray[np.float32]:
         """Vectors [N, D]: sentence embeddings, else means of an encoder's states.
 
-        `prompt` names a prompt of the model, which is put before each text.
+        `prompt` names a prompt of the model, which is put before each text. A model of pictures reads the
+        files of these paths.
         """
         if not isinstance(self.session, Encoder):
             raise InputError(
@@ -174,7 +178,9 @@ class Artifact:
                 allowed="an encoder without labels",
                 next_step="'quantkit score' or artifact.score(texts) gives labels, and a reranker's scores",
             )
-        batch = [texts] if isinstance(texts, str) else list(texts)
+        if self.session.reads_pictures:
+            return picture_vectors(self.session, _paths(texts))
+        batch = _texts(texts)
         return vectors(self.session, token_rows(self.session, self.tokenizer, batch, prompt))
 
     @property
@@ -183,14 +189,20 @@ class Artifact:
         head = head_of(self.session) if isinstance(self.session, Encoder) else None
         return head.labels if head else ()
 
-    def score(self, texts: str | Sequence[str], *, query: str | None = None) -> NDArray[np.float32]:
-        """Probabilities of labels, or a reranker's scores of texts for a query, [N, labels]."""
+    def score(
+        self, texts: str | Path | Sequence[str | Path], *, query: str | None = None
+    ) -> NDArray[np.float32]:
+        """Probabilities of labels, or a reranker's scores of texts for a query, [N, labels].
+
+        A model of pictures reads the files of these paths.
+        """
         if not isinstance(self.session, Encoder):
             raise InputError(
                 "a decoder gives no labels", where=str(self.folder), allowed="a classifier or a reranker"
             )
-        batch = [texts] if isinstance(texts, str) else list(texts)
-        return score(self.session, self.tokenizer, batch, query)
+        if self.session.reads_pictures:
+            return score_pictures(self.session, _paths(texts), query)
+        return score(self.session, self.tokenizer, _texts(texts), query)
 
     def evaluate(
         self,
@@ -234,6 +246,18 @@ class Artifact:
     def _opened(self, **options: Unpack[Options]) -> OpenArtifact:
         recipe = with_options(self.recipe, {**options, "threads": self.threads})
         return OpenArtifact(folder=self.folder, recipe=recipe, session=self.session)
+
+
+def _texts(texts: str | Path | Sequence[str | Path]) -> list[str]:
+    return [texts] if isinstance(texts, str) else [str(text) for text in _as_list(texts)]
+
+
+def _paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    return [Path(path).expanduser() for path in _as_list(paths)]
+
+
+def _as_list(values: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    return [values] if isinstance(values, (str, Path)) else list(values)
 
 
 def load(

@@ -20,6 +20,7 @@ from quantkit.evaluation.categories import category_windows
 from quantkit.evaluation.float_error import LONG, check_lengths
 from quantkit.evaluation.latency import SETTLING_SECONDS, Budget
 from quantkit.evaluation.measure import MAX_RUNS, timed_lengths
+from quantkit.evaluation.pictures import picture_paths
 from quantkit.evaluation.samples import NEW_TOKENS, NUM_PROMPTS, NUM_TEXTS, PROMPT_TOKENS, TEXT_TOKENS
 from quantkit.evaluation.text import RANDOM_TOKENS, encoded_text
 from quantkit.model.model_map import ModelMap
@@ -314,6 +315,8 @@ def _accuracy(sizes: Sizes) -> Iterator[Stage]:
     folder, context = resolved.source.folder, limit or sizes.model_map.context or LARGEST_WINDOW
     if is_decoder and folder and not resolved.recipe.random_weights:
         yield Stage(name="accuracy by category", work=_by_category(sizes, folder, context), held_bytes=held)
+    if resolved.model_map.picture:
+        return
     num_read = NUM_PROMPTS * PROMPT_TOKENS if is_decoder else NUM_TEXTS * TEXT_TOKENS
     steps = NEW_TOKENS if is_decoder else 0
     answers = sizes.forward(2 * num_read, PROMPT_TOKENS) + _steps(sizes, NUM_PROMPTS) * steps
@@ -349,6 +352,8 @@ def text_tokens(sizes: Sizes) -> int:
     """Tokens of the measured text; 0 where no tokenizer reads it."""
     resolved = sizes.prepared.resolved
     measure, folder = resolved.recipe.measure, resolved.source.folder
+    if picture := resolved.model_map.picture:
+        return len(picture_paths(measure)[0]) * picture.num_tokens
     if resolved.recipe.random_weights:
         return min(measure.max_tokens, RANDOM_TOKENS)
     if folder is None or not (folder / TOKENIZER_FILE).exists():

@@ -93,7 +93,7 @@ def specification(
     devices: Sequence[str] = (),
 ) -> Specification:
     """The cost of every step; with a plan, planned projections and the tables they share are INT8."""
-    positions = model_map.max_positions or 1024
+    positions = model_map.context or model_map.max_positions or 1024
     return specify(
         model_map,
         batch=batch,

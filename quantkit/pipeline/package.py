@@ -31,6 +31,7 @@ from quantkit.pipeline.folder import (
 )
 from quantkit.plan.targets import TARGETS
 from quantkit.runtime.chat import CONFIG_FILE, TEMPLATE_FILE, has_chat_template
+from quantkit.runtime.encoder import PIXELS
 from quantkit.runtime.graph import DECODE_FILE, MODEL_FILE, PROMPT_FILE
 from quantkit.runtime.manifest import MANIFEST, read_manifest, require_whole, sha256_of
 from quantkit.runtime.providers.compiled import model_hash
@@ -220,6 +221,13 @@ def _kind_of(folder: Path, files: Mapping[str, str]) -> tuple[Kind, dict[str, Wr
             allowed="a decoder or an encoder in one model.onnx, or a decoder for an NPU in two graphs",
         )
     written = read_written(folder / MODEL_FILE)
+    if any(value.name == PIXELS for value in written.inputs):
+        raise InputError(
+            "the model reads pictures, and the runner of a package reads texts alone",
+            where=str(folder),
+            allowed="a decoder or an encoder of texts",
+            next_step="copy the folder, and read pictures there with 'quantkit encode' or 'quantkit score'",
+        )
     is_static = all(isinstance(size, int) for value in written.inputs for size in value.shape)
     kinds = {"decoder": DECODER, "encoder": STATIC_ENCODER if is_static else ENCODER}
     kind = kinds.get("encoder" if written.kind == "traced" and not written.has_cache else written.kind)

@@ -312,6 +312,9 @@ def contents_of(
         is_large = max(table.num_rows, table.num_columns) >= plan.min_dim and bool(planned)
         is_large = is_large and table.name not in {pack.table for pack in packs}
         is_large = is_large and table.kind is not EmbeddingKind.POSITION_BIAS  # a few numbers of each head
+        is_large = is_large and not (
+            model_map.picture and table.kind is EmbeddingKind.POSITION
+        )  # added whole
         own_grid = with_little_padding(table_grid, table.num_columns) if is_large else None
         tables.append(
             TableEntry(
@@ -321,13 +324,15 @@ def contents_of(
             )
         )
     with_bias = frozenset(norm.name for norm in model_map.norms if norm.num_parameters > norm.features)
+    unread = {layer.output_factors for layer in model_map.layers}
+    unread |= set(model_map.picture.unread) if model_map.picture else set()
     return Contents(
         packs=packs,
         tables=tuple(tables),
         norms=model_map.norms,
         norm_biases=with_bias,
         loose=(
-            *((entry.name, entry.shape) for entry in model_map.unmapped),
+            *((entry.name, entry.shape) for entry in model_map.unmapped if entry.name not in unread),
             *(model_map.sentence.tensors.items() if model_map.sentence else ()),
         ),
     )

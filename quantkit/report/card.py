@@ -28,6 +28,8 @@ HEAD_TASKS: Mapping[Head, str] = {
     "tokens": "token-classification",
     "pairs": "text-ranking",
     "vectors": "sentence-similarity",
+    "pictures": "image-classification",
+    "picture vectors": "image-feature-extraction",
 }
 
 

@@ -71,7 +71,15 @@ SENTENCES = """\
 from sentence_transformers import SentenceTransformer
 
 print(SentenceTransformer(".", backend="onnx").encode(["a text", "another"]).shape)"""
-Head = Literal["texts", "tokens", "pairs", "vectors", ""]  # what is labelled, ranked or embedded
+PICTURES = """\
+from optimum.onnxruntime import ORTModelForImageClassification
+from transformers import AutoImageProcessor, pipeline
+
+processor = AutoImageProcessor.from_pretrained(".")
+model = ORTModelForImageClassification.from_pretrained(".")
+print(pipeline("image-classification", model=model, image_processor=processor)("picture.png"))"""
+# What is labelled, ranked or embedded.
+Head = Literal["texts", "tokens", "pairs", "vectors", "pictures", "picture vectors", ""]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +91,15 @@ class Code:
 CALLS: Mapping[Head, str] = {
     "texts": 'score(["a text", "another"])',
     "pairs": 'score(["a passage", "another"], query="a query")',
+    "pictures": 'score(["picture.png"])',
+    "picture vectors": 'encode(["picture.png"]).shape',
 }
 PEERS: Mapping[Head, Code] = {
     "texts": Code(title="optimum", text=PIPELINE.format(name="Sequence", task="text")),
     "tokens": Code(title="optimum", text=PIPELINE.format(name="Token", task="token")),
     "pairs": Code(title="sentence-transformers", text=CROSS_ENCODER),
     "vectors": Code(title="sentence-transformers", text=SENTENCES),
+    "pictures": Code(title="optimum", text=PICTURES),
 }
 
 
@@ -96,6 +107,8 @@ def head_of(document: Json) -> Head:
     """What a compared encoder is for; "" where its report does not say."""
     similarity = document.get("similarity", {})
     labels, ranking = similarity.get("labels"), similarity.get("ranking")
+    if similarity.get("of_pictures"):
+        return "pictures" if labels else "picture vectors"
     if labels:
         return "tokens" if labels["of_tokens"] else "texts"
     if ranking:

@@ -180,11 +180,15 @@ def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
         return
     label = "" if similarity["is_meaningful"] else " (meaningless: random weights)"
     nearest = similarity.get("nearest_agreement")
-    outputs = "pooled outputs" if nearest is None else "sentence embeddings"
+    of_pictures = similarity.get("of_pictures")
+    embeddings, example = (
+        ("picture embeddings", "picture") if of_pictures else ("sentence embeddings", "text")
+    )
+    outputs = "pooled outputs" if nearest is None else embeddings
     for figure in head_figures(similarity):
         yield figure.name, NONE, f"{figure.value}{figure.spread}", NONE
     if nearest is not None:
-        yield f"same nearest text{label}", NONE, f"{nearest:.1%}", NONE
+        yield f"same nearest {example}{label}", NONE, f"{nearest:.1%}", NONE
     if not shows_vectors(similarity):
         return
     for name, value in (
@@ -198,6 +202,14 @@ def _similarity_rows(similarity: Json | None) -> Iterable[Row]:
 
 def _similarity_lines(similarity: Json) -> Iterable[str]:
     count, labels, ranking = similarity["num_windows"], similarity.get("labels"), similarity.get("ranking")
+    if similarity.get("of_pictures"):
+        outputs = "embeddings" if "nearest_agreement" in similarity else "outputs"
+        compared = f"{labels['num_labels']} labels" if labels else outputs
+        yield (
+            f"accuracy: {compared} on {count} {similarity['text']} of {similarity['window']} tokens, "
+            f"compared with the reference's{_doubt(similarity)}"
+        )
+        return
     if labels:
         compared = f"{labels['num_labels']} labels of {count} texts of up to"
     elif has_scores(similarity):
@@ -221,7 +233,8 @@ def head_figures(similarity: Json) -> Iterable[HeadFigure]:
     """Labels of a classifier, rankings of a reranker or a sentence model."""
     labels, ranking = similarity.get("labels"), similarity.get("ranking")
     if labels:
-        compared = f"{labels['num_compared']:,} {'tokens' if labels['of_tokens'] else 'texts'}"
+        examples = "pictures" if similarity.get("of_pictures") else "texts"
+        compared = f"{labels['num_compared']:,} {'tokens' if labels['of_tokens'] else examples}"
         yield _head_figure(labels, "flips", "other labels", compared, "{:.1%}")
         yield _head_figure(labels, "kl_divergence", "KL divergence of labels, nats", compared, "{:.2g}")
     if ranking:

@@ -269,10 +269,11 @@ def _tiles(document: Json) -> Iterable[Tile]:
         name = figure.name if figure.name[1].isupper() else figure.name.capitalize()  # nDCG, KL
         yield Tile(name=name, value=figure.value, detail=figure.compared)
     if similarity and shows_vectors(similarity):
+        windows = "pictures" if similarity.get("of_pictures") else "windows"
         yield Tile(
             name="Error of outputs",
             value=f"{similarity['relative_rms_error']:.2%}",
-            detail=f"{similarity['num_windows']} windows of {similarity['window']} tokens",
+            detail=f"{similarity['num_windows']} {windows} of {similarity['window']} tokens",
         )
         yield Tile(
             name="Mean cosine",

@@ -2,7 +2,7 @@
 
 A graph is fed the inputs that it declares: token types are zeros by default, and positions follow the
 padding. A graph of one fixed length reads one text at a time, which stands at the beginning of its places;
-its outputs behind the text are dropped.
+its outputs behind the text are dropped. A graph that reads pictures takes a batch of their pixels.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.files import expect
 from quantkit.runtime.graph import (
     TYPES,
     Floats,
@@ -29,6 +31,7 @@ from quantkit.runtime.graph import (
 
 ENDS = ("start_logits", "end_logits")  # one number a token; other outputs of tokens have three dimensions
 VECTOR = "sentence_embedding"
+PIXELS = "pixel_values"
 FLOAT_BYTES = 4
 
 
@@ -59,18 +62,48 @@ class Encoder:
     def types(self) -> Mapping[str, Any]:
         return {value.name: TYPES.get(value.type, np.int64) for value in self.session.get_inputs()}
 
-    def logits(self, ids: Ints, token_types: Ints | None = None) -> Floats:
+    @property
+    def reads_pictures(self) -> bool:
+        return PIXELS in self.inputs
+
+    @property
+    def picture_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a picture; where the graph takes any size, those of its training."""
+        _, *shape = self.inputs[PIXELS]
+        where = "the metadata 'quantkit' of the graph"
+        usual = expect(dict(self.metadata), "picture", list, where=where) or []
+        sizes = [
+            size if isinstance(size, int) else other
+            for size, other in zip(shape, usual or shape, strict=True)
+        ]
+        if len(sizes) != 3 or not all(type(size) is int and size > 0 for size in sizes):
+            raise InputError(f"pictures of the shape {sizes}", where=where, allowed="three whole numbers")
+        channels, height, width = map(int, sizes)
+        return channels, height, width
+
+    @property
+    def picture_size(self) -> tuple[int, int] | None:
+        """Height and width of every picture; None where the graph takes any."""
+        height, width = self.inputs[PIXELS][2:]
+        return (height, width) if isinstance(height, int) and isinstance(width, int) else None
+
+    def logits(self, ids: NDArray[Any], token_types: Ints | None = None) -> Floats:
         return encode(self, ids, token_types=token_types)[self.outputs[0]]
 
     @property
-    def pools(self) -> bool:
-        """Whether the graph gives one vector a text."""
-        return VECTOR in self.outputs
+    def vector_output(self) -> str | None:
+        """The output with one vector a text or a picture."""
+        return next((name for name in (VECTOR, self.metadata.get("vector")) if name in self.outputs), None)
 
-    def vectors(self, ids: Ints, mask: Ints | None = None, token_types: Ints | None = None) -> Floats:
-        """Sentence embeddings, [batch, width]; else the mean of the states, or a classifier's logits."""
+    @property
+    def pools(self) -> bool:
+        """Whether the graph gives one vector a text or a picture."""
+        return self.vector_output is not None
+
+    def vectors(self, ids: NDArray[Any], mask: Ints | None = None, token_types: Ints | None = None) -> Floats:
+        """Embeddings, [batch, width]; else the mean of the states, or a classifier's logits."""
         outputs = encode(self, ids, mask, token_types=token_types)
-        values = outputs.get(VECTOR, outputs[self.outputs[0]])
+        values = outputs[self.vector_output or self.outputs[0]]
         if values.ndim < 3:
             return values
         weights_BT1 = (np.ones_like(ids) if mask is None else mask)[..., None].astype(np.float32)
@@ -96,13 +129,19 @@ def open_encoder(folder: Path, *, threads: int | None = None) -> Encoder:
 def encoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> Encoder:
     """An encoder on any provider."""
     inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
-    if "input_ids" not in inputs:
+    if "input_ids" not in inputs and [*inputs] != [PIXELS]:
         raise NotTextError(
-            "not a model that reads tokens (no input_ids)",
+            "not a model that reads tokens or pictures (no input_ids or pixel_values alone)",
             where=str(folder),
             allowed="an encoder, or a decoder from the beginning of a text",
         )
-    size = inputs["input_ids"][-1]
+    if PIXELS in inputs and len(inputs[PIXELS]) != 4:
+        raise NotTextError(
+            f"its pictures have the shape {list(inputs[PIXELS])}",
+            where=str(folder),
+            allowed="batch, channels, height and width",
+        )
+    size = inputs["input_ids"][-1] if "input_ids" in inputs else None
     return Encoder(
         session=session,
         inputs=inputs,
@@ -115,12 +154,15 @@ def encoder_of(session: onnxruntime.InferenceSession, folder: Path = Path()) -> 
 
 def encode(
     encoder: Encoder,
-    ids: Ints,
+    ids: NDArray[Any],
     mask: Ints | None = None,
     *,
     token_types: Ints | None = None,
 ) -> dict[str, Floats]:
-    """Every output for a batch of texts, [batch, sequence]."""
+    """Every output for a batch of texts, [batch, sequence], or pictures, [batch, channels, rows, columns]."""
+    if encoder.reads_pictures:
+        pixels = np.ascontiguousarray(ids, encoder.types[PIXELS])
+        return dict(zip(encoder.outputs, encoder.session.run(None, {PIXELS: pixels}), strict=True))
     mask = np.ones_like(ids) if mask is None else mask
     types = np.zeros_like(ids) if token_types is None else token_types
     feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from quantkit.errors import InputError
 from quantkit.files import expect, read_json
 from quantkit.runtime.encoder import Encoder
 from quantkit.runtime.graph import Floats
+from quantkit.runtime.picture_batches import picture_vectors
 from quantkit.runtime.sentence import vectors
 from quantkit.runtime.tokenizer import Text
 
-OF_TEXTS, OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"  # ends of class names
+OF_TEXTS, OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"  # parts of class names
+OF_PICTURES = "ForImageClassification"
 CROSS_ENCODER_FILE = "config_sentence_transformers.json"
 
 
@@ -49,7 +52,7 @@ def head_of(encoder: Encoder) -> Head | None:
     path = encoder.folder / "config.json"
     config = read_json(path) if path.exists() else {}
     architecture = str((expect(config, "architectures", list, where=path) or [""])[0])
-    if not architecture.endswith((OF_TEXTS, OF_TOKENS)):
+    if not (architecture.endswith((OF_TEXTS, OF_TOKENS)) or OF_PICTURES in architecture):
         return None
     width = encoder.session.get_outputs()[0].shape[-1]
     names = expect(config, "id2label", dict, where=path) or {}
@@ -86,6 +89,19 @@ def pair_rows(
     most = min((limit for limit in limits if limit), default=None)
     encodings = [tokenizer.read(text if query is None else (query, text), most=most) for text in texts]
     return [list(encoding.ids) for encoding in encodings], [list(encoding.type_ids) for encoding in encodings]
+
+
+def score_pictures(encoder: Encoder, paths: Sequence[Path], query: str | None = None) -> Floats:
+    """Probabilities of the labels of pictures, [pictures, labels]."""
+    head, where = head_of(encoder), str(encoder.folder)
+    if head is None:
+        raise InputError(
+            "the model has no labels", where=where, allowed="a classifier", next_step="'quantkit encode'"
+        )
+    if query is not None:
+        raise InputError("a model of pictures reads no query", where="--query", next_step="leave it out")
+    values: Floats = ACTIVATIONS[head.activation](picture_vectors(encoder, paths))
+    return values
 
 
 def _cut_at(encoder: Encoder) -> int | None:

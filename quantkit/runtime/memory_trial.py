@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.runtime.graph import open_graph
-from quantkit.runtime.session import open_session
+from quantkit.runtime.session import example_of, open_session
 
 
 def main(arguments: list[str]) -> None:
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
         session = open_session(Path(folder), threads=int(threads))
         ids = np.ones((1, int(prompt)), np.int64)
         if not session.generates:
-            session.logits(ids)
+            session.logits(example_of(session, ids))
             return
         batch = session.begin(ids.tolist(), int(decode))
         batch.read()

@@ -30,10 +30,11 @@ def token_rows(
     limits = [limit for limit in (encoder.context, encoder.fixed_length) if limit]
     limits += [settings["max_tokens"]] if settings.get("max_tokens") else []
     most = min(limits, default=None)
+    cuts = bool(settings) or encoder.metadata.get("vector") is not None
     rows = []
     for text in texts:
         read = (prefix + text).lower() if settings.get("lowercases") else prefix + text
-        ids = tokenizer.encode(read, most=most if settings else None)
+        ids = tokenizer.encode(read, most=most if cuts else None)
         if most and len(ids) > most:
             raise InputError(
                 f"a text of {len(ids)} tokens", where="texts", allowed=f"up to {most}", next_step="shorten it"
@@ -77,11 +78,13 @@ def vectors(
     found: dict[int, Floats] = {}
     for batch in batches([len(row) for row in rows]):
         longest = max(1, *(len(rows[index]) for index in batch))
+        if encoder.metadata.get("fills"):  # the model reads padding as it reads tokens
+            longest = encoder.context or longest
         ids_BT = np.full((len(batch), longest), padding, np.int64)
         mask_BT, types_BT = np.zeros_like(ids_BT), np.zeros_like(ids_BT)
         for place, index in enumerate(batch):
             ids_BT[place, : len(rows[index])] = rows[index]
-            mask_BT[place, : len(rows[index])] = 1
+            mask_BT[place, : None if encoder.metadata.get("fills") else len(rows[index])] = 1
             types_BT[place, : len(rows[index])] = types[index] if types else 0
         found |= dict(zip(batch, encoder.vectors(ids_BT, mask_BT, types_BT), strict=True))
     return np.stack([found[index] for index in range(len(rows))])

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.files import reading
 from quantkit.runtime.decoder import decoder_of
-from quantkit.runtime.encoder import encoder_of
+from quantkit.runtime.encoder import Encoder, encoder_of
 from quantkit.runtime.generate import Generating
 from quantkit.runtime.graph import (
     ENCODER_FILE,
@@ -69,8 +71,11 @@ class Session(Generating, Protocol):
     def cache_number_bytes(self) -> int:
         """Bytes of one number of the KV cache."""
 
-    def logits(self, ids: Ints, /) -> Floats:
-        """Next-token logits at all positions, [batch, sequence, vocabulary]; an encoder's first output."""
+    def logits(self, ids: Any, /) -> Floats:
+        """Next-token logits at all positions, [batch, sequence, vocabulary]; an encoder's first output.
+
+        `ids` are token ids, [batch, sequence]; of an encoder that reads pictures their pixels.
+        """
 
     def answer_logits(self, encoder_ids: Ints, ids: Ints, /) -> Floats:
         """Logits of the decoder's tokens `ids` after its encoder has read `encoder_ids`."""
@@ -107,6 +112,13 @@ def open_session(
     session = open_graph(folder / MODEL_FILE, threads=threads)
     with reading(folder / MODEL_FILE, "not a graph of text"):
         return OPENERS[kind_of(session)](session, folder)
+
+
+def example_of(session: Session, ids: Ints) -> NDArray[Any]:
+    """The token ids, or a random picture where the session reads pictures."""
+    if isinstance(session, Encoder) and session.reads_pictures:
+        return np.random.default_rng(0).standard_normal((1, *session.picture_shape), np.float32)
+    return ids
 
 
 def kind_of(session: onnxruntime.InferenceSession) -> Kind:

@@ -36,6 +36,7 @@ LIBRARIES = {  # the one room that imports it
     "onnx": "export",
     "onnx_ir": "export",
     "onnxruntime": "runtime",
+    "PIL": "runtime/pictures.py",
     "pydantic": "recipe.py",
     "yaml": "recipe.py",
     "typer": "cli",

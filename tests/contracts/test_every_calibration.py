@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from calibrating import check, everything, inputs_of
+from examples import examples_of
 from exporting import build_tiny, slow_unless_of_a_kind
 
 from quantkit.model.experts import with_separate_experts
@@ -25,21 +26,23 @@ CASES = [
     for name, row in FAMILIES.items()
     for number, variant in enumerate(({}, *row.variants))
 ]
-TOKENS = np.random.default_rng(0).integers(5, 60, (5, 20))  # longer than the tiny models' windows of 8
+NUM_WINDOWS, LENGTH = 5, 20  # longer than the tiny models' windows of 8
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_every_input_of_every_family(name, sizes, tmp_path):
     model = with_separate_experts(build_tiny(FAMILIES[name].tiny_class, sizes, dtype=torch.float64))
     model_map = map_module(model, name=name).at_inference
+    tokens = examples_of(model, NUM_WINDOWS, LENGTH, dtype=np.float64)
+    num_tokens = NUM_WINDOWS * (model_map.context if model_map.picture else LENGTH)
     named = modules_by_name(model)
     modules = {matrix: named[matrix] for matrix in model_map.matrices}
-    rows = inputs_of(model, TOKENS, modules)
+    rows = inputs_of(model, tokens, modules)
     blocks = [block.name for block in model_map.blocks]
     wanted = everything(model_map.matrices)
-    by_blocks = collect(model, TOKENS, requested=wanted, blocks=blocks, folder=tmp_path / "blocks", batch=2)
+    by_blocks = collect(model, tokens, requested=wanted, blocks=blocks, folder=tmp_path / "blocks", batch=2)
     whole = collect(
-        model, TOKENS, requested=wanted, blocks=(), folder=tmp_path / "whole", batch=5, memory_bytes=1 << 22
+        model, tokens, requested=wanted, blocks=(), folder=tmp_path / "whole", batch=5, memory_bytes=1 << 22
     )
     if name in RUN_WHOLE:
         assert RUN_WHOLE[name] in by_blocks.way
@@ -47,22 +50,28 @@ def test_every_input_of_every_family(name, sizes, tmp_path):
         assert by_blocks.way == "blocks"
     assert whole.way == "whole: no blocks are known"
     for statistics in (by_blocks, whole):
-        assert set(statistics.located) == set(rows) == set(model_map.matrices)
-        assert statistics.unreached == ()
-        assert statistics.num_tokens == TOKENS.size
-        for matrix in model_map.matrices:
+        # torch's own attention multiplies by the weight of its output projection without calling it
+        unread = {matrix for matrix in model_map.matrices if "head.attention." in matrix}
+        assert set(statistics.located) - unread == set(rows) == set(model_map.matrices) - unread
+        assert set(statistics.unreached) <= unread
+        assert statistics.num_tokens == tokens.size
+        for matrix in rows:
             seen = statistics.read(matrix)
             order = rows[matrix]
             check(seen, order)
-    for matrix in model_map.matrices:
+    for matrix in rows:
         one, other = by_blocks.read(matrix), whole.read(matrix)
         assert one.num_rows == other.num_rows
         assert np.abs(one.peak_I - other.peak_I).max() <= 1e-6 * np.abs(one.peak_I).max()
-    tokens = by_blocks.tokens_by_matrix()
-    assert {matrix: len(found) for matrix, found in rows.items()} == tokens
+    counts = by_blocks.tokens_by_matrix()
+    assert {matrix: len(found) for matrix, found in rows.items()} == {name: counts[name] for name in rows}
     for layer in model_map.layers:
-        assert layer.expert is not None or tokens[layer.matrix] == layer.calls * TOKENS.size
+        if (
+            model_map.head_reads_one_token and not layer.block
+        ):  # patches without the other tokens, and a head's own rows
+            continue
+        assert layer.expert is not None or counts[layer.matrix] == layer.calls * num_tokens
     for block in model_map.blocks if model_map.num_experts else ():
-        met = {layer.expert: tokens[layer.matrix] for layer in model_map.layers if layer.block == block.name}
+        met = {layer.expert: counts[layer.matrix] for layer in model_map.layers if layer.block == block.name}
         met.pop(None)
-        assert sum(met.values()) == (model_map.num_active_experts * TOKENS.size if block.mixture else 0)
+        assert sum(met.values()) == (model_map.num_active_experts * num_tokens if block.mixture else 0)

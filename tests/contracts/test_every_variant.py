@@ -248,7 +248,8 @@ def test_the_table_says_what_a_forward_pass_shows(family):
         if model_map.num_experts:  # each expert that was chosen is seen
             assert set(seen) == set(wanted)
             continue
-        assert seen == wanted
+        num_pooling = int(bool(model_map.picture and model_map.picture.probe))  # an FFN behind the blocks
+        assert seen[: len(seen) - num_pooling] == wanted
 
 
 STRANGERS = {

@@ -12,8 +12,9 @@ from onnx import TensorProto
 
 from quantkit.errors import InputError
 from quantkit.export import operators
-from quantkit.export.encoder import HEADS, EncoderWalk, why_not_encoder
+from quantkit.export.encoder import EncoderWalk, heads_of, why_not_encoder
 from quantkit.export.fused.operators import MASKED, FusedOperators
+from quantkit.export.fused.pictures import embed_picture, pixel_input, probe_tokens
 from quantkit.export.graph import CONTRIB, LATER_OPSETS, Graph
 from quantkit.export.sentence import emit_sentence
 from quantkit.export.walk import norm_at
@@ -45,7 +46,8 @@ def emit_encoder(
     reason = why_not_encoder(model_map)
     if reason:
         raise InputError(f"no fused graph for it: {reason}", where=model_map.name)
-    assert model_map.family
+    heads = heads_of(model_map)
+    assert heads is not None
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=keeps_weights_outside)
     dialect = FusedEncoder(
         graph=graph,
@@ -53,7 +55,10 @@ def emit_encoder(
         contents=contents,
         is_standard=(target.opset, target.ir_version) >= LATER_OPSETS["Attention"],
     )
-    walk = EncoderWalk(model_map=model_map, operators=dialect, heads=HEADS[model_map.family])
+    walk = EncoderWalk(model_map=model_map, operators=dialect, heads=heads)
+    if model_map.picture:
+        walk.head(walk.blocks(walk.embed(pixel_input(graph, model_map.picture))))
+        return graph.finish(name=model_map.name, target=target, metadata=metadata)
     ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
     mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "sequence"])
     dialect.ids, dialect.padding = ids, mask
@@ -67,6 +72,9 @@ def emit_encoder(
         width = model_map.hidden_size or 0
         emit_sentence(graph, model_map.sentence, states="last_hidden_state", mask=mask, width=width)
     return graph.finish(name=model_map.name, target=target, metadata=metadata)
+
+
+OLD_END = 2
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +92,10 @@ class FusedEncoder(FusedOperators):
 
     def embed(self, ids: str) -> str:
         graph = self.graph
+        if picture := self.model_map.picture:
+            pack = next(pack for pack in self.contents.packs if pack.name == picture.patches)
+            width = self.model_map.hidden_size or 0
+            return embed_picture(graph, picture, lambda patches: self.project(pack, patches), width)
         tables = {entry.table.kind: entry for entry in self.contents.tables}
         words = operators.lookup(graph, tables[EmbeddingKind.TOKEN], ids)
         places = []
@@ -134,6 +146,7 @@ class FusedEncoder(FusedOperators):
             by_distance = self.model_map.position_bias
             parts = [self.position_bias(by_distance)] if by_distance else []
             parts += [self.window_bias(window)] if window else []
+            parts += [self.causal_bias()] if self.model_map.blocks[0].attentions[0].is_causal else []
             bias = parts[0] if parts else ""
             self.biases[window] = self.graph.op("Add", *parts) if len(parts) > 1 else bias
         return self.biases[window]
@@ -147,6 +160,15 @@ class FusedEncoder(FusedOperators):
         ends = [graph.constant(f"position_bias/{end}", np.array(end, np.int64)) for end in (-reach, reach)]
         places = graph.op("Add", graph.op("Clip", self.distances(), *ends), ends[1])
         return graph.op("Unsqueeze", graph.op("Gather", by_distance, places, axis=1), graph.integers(0))
+
+    def causal_bias(self) -> str:
+        """Hides later keys."""
+        graph = self.graph
+        zero = graph.constant("i64_0_scalar", np.array(0, np.int64))
+        is_shown = graph.op("LessOrEqual", self.distances(), zero)
+        added = graph.constant("hidden_shown", np.array([-MASKED, 0], np.float32))
+        bias = graph.op("Gather", added, graph.op("Cast", is_shown, to=TensorProto.INT64))
+        return graph.op("Unsqueeze", bias, graph.integers(0, 1))
 
     def window_bias(self, window: int) -> str:
         """Hides keys at the distance of the window and farther."""
@@ -275,8 +297,38 @@ class FusedEncoder(FusedOperators):
             name=name, domain=CONTRIB, num_heads=heads, mask_filter_value=-MASKED, scale=scale,
         )  # fmt: skip
 
-    def first_token(self, x: str) -> str:
-        return self.graph.op("Gather", x, self.graph.constant("first", np.array(0, np.int64)), axis=1)
+    def first_token(self, x: str, place: int = 0) -> str:
+        name = "first" if place == 0 else f"place_{place}"
+        return self.graph.op("Gather", x, self.graph.constant(name, np.array(place, np.int64)), axis=1)
+
+    def last_token(self, x: str) -> str:
+        return self.graph.op("Gather", x, self.graph.constant("last", np.array(-1, np.int64)), axis=1)
+
+    def end_token(self, x: str) -> str:
+        """The first place with the token that ends a text.
+
+        Where config.json says 2, it is the one with the largest id, as in transformers: configs of the first
+        CLIP models name a wrong token.
+        """
+        graph, end = self.graph, self.model_map.end_token
+        found = self.ids
+        if end is not None and end != OLD_END:
+            found = graph.op("Equal", self.ids, graph.constant("end_token", np.array(end, np.int64)))
+        places = graph.op("ArgMax", graph.op("Cast", found, to=TensorProto.INT32), axis=1, keepdims=1)
+        return graph.op("GatherND", x, places, batch_dims=1)
+
+    def mean_patch(self, x: str) -> str:
+        graph, picture = self.graph, self.model_map.picture
+        assert picture is not None
+        first, end = graph.integers(len(picture.first)), graph.integers(np.iinfo(np.int64).max)
+        patches = graph.op("Slice", x, first, end, graph.integers(1))
+        return graph.op("ReduceMean", patches, graph.integers(1), keepdims=0)
+
+    def probed(self, x: str) -> str:
+        picture = self.model_map.picture
+        assert picture is not None and picture.probe
+        heads = self.model_map.blocks[0].attentions[0].num_heads
+        return probe_tokens(self.graph, picture, x, width=self.model_map.hidden_size or 0, num_heads=heads)
 
     def mean_token(self, x: str) -> str:
         graph = self.graph

@@ -83,7 +83,7 @@ class FusedOperators:
 
     def activation(self, kind: Activation, x: str, name: str) -> str:
         op_type, domain = operators.ACTIVATION_OPS[kind]
-        extra: dict[str, Any] = {"alpha": 1.0} if kind is Activation.SILU else {}
+        extra: dict[str, Any] = {"alpha": operators.ALPHAS[kind]} if kind in operators.ALPHAS else {}
         y = self.graph.op(op_type, x, name=f"{name}/activation", domain=domain, **extra)
         return self.graph.op("Mul", y, y) if kind is Activation.RELU_SQUARED else y
 

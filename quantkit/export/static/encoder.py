@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from quantkit.errors import InputError
-from quantkit.export.encoder import HEADS, EncoderWalk, task_of, why_not_encoder
+from quantkit.export.encoder import EncoderWalk, heads_of, task_of, why_not_encoder
 from quantkit.export.graph import Graph
 from quantkit.export.static.operators import StaticOperators, StaticShape, table_values
 from quantkit.model.model_map import SUMMED_KINDS, EmbeddingKind, ModelMap
@@ -26,6 +26,9 @@ from quantkit.quantization.layout import Checkpoint, Contents
 def why_not_static_encoder(model_map: ModelMap, tokens: int) -> str | None:
     """Why this encoder has no such graph, or None when it has."""
     reason = why_not_encoder(model_map)
+    heads = heads_of(model_map)
+    if reason is None and heads and heads.pools:
+        reason = "graphs of fixed shapes are written for texts and their usual heads alone"
     longest = model_map.context or tokens
     if reason is None and model_map.distance_scores:
         reason = "its scores of tokens and distances (disentangled attention) have no operator of fixed shape"
@@ -53,12 +56,13 @@ def emit_static_encoder(
     reason = why_not_static_encoder(model_map, tokens)
     if reason:
         raise InputError(f"no static graph for it: {reason}", where=model_map.name)
-    assert model_map.family
+    heads = heads_of(model_map)
+    assert heads is not None
     graph = Graph(checkpoint=checkpoint, keeps_weights_outside=False)
     operators = StaticEncoder(
         graph=graph, model_map=model_map, contents=contents, shape=StaticShape(tokens=tokens)
     )
-    walk = EncoderWalk(model_map=model_map, operators=operators, heads=HEADS[model_map.family])
+    walk = EncoderWalk(model_map=model_map, operators=operators, heads=heads)
     ids = graph.input("input_ids", TensorProto.INT32, [1, tokens])
     operators.read_mask()
     walk.head(walk.blocks(walk.embed(ids)))
@@ -88,9 +92,15 @@ class StaticEncoder(StaticOperators):
             x = graph.op("Add", x, rows, name="embedding/kinds")
         return x
 
-    def first_token(self, x: str) -> str:
+    def first_token(self, x: str, place: int = 0) -> str:
+        assert place == 0, "towers have no static graph"
         first = self.graph.constant("first", np.zeros(1, np.int32))
         return self.graph.op("Gather", x, first, name="first/row", axis=0)
+
+    def last_token(self, x: str) -> str:
+        raise AssertionError("towers have no static graph")
+
+    end_token = mean_patch = probed = last_token
 
     def mean_token(self, x: str) -> str:
         raise AssertionError("a classifier of means has no static graph")

@@ -59,6 +59,15 @@ from quantkit.model.families.encoders import (
     T5,
 )
 from quantkit.model.families.own import ONE_WIDE, REFERENCE, WS_FFN
+from quantkit.model.families.pictures import (
+    CLIP_TEXT,
+    CLIP_VISION,
+    DEIT,
+    DINOV2,
+    SIGLIP_TEXT,
+    SIGLIP_VISION,
+    VIT,
+)
 from quantkit.model.families.schema import Family
 
 FAMILIES: dict[str, Family] = {
@@ -70,6 +79,7 @@ FAMILIES: dict[str, Family] = {
         *(OLMO, OLMO2, OLMO3, EXAONE4),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
         *(BERT, ROBERTA, MPNET, ELECTRA, DEBERTA_V2, MODERNBERT, DISTILBERT, ALBERT, T5),
+        *(VIT, DEIT, DINOV2, CLIP_VISION, CLIP_TEXT, SIGLIP_VISION, SIGLIP_TEXT),
         *(REFERENCE, ONE_WIDE, WS_FFN),
     )
 }

@@ -78,6 +78,18 @@ class MixtureRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PictureRow:
+    """What makes tokens of a picture; names of modules and parameters are relative to the base model."""
+
+    patches: str  # a convolution whose steps are as wide as its windows: a product of patches
+    positions: str  # the parameter, or the weight of the table
+    first: tuple[str, ...] = ()  # parameters of the tokens before the patches, in order
+    unread: tuple[str, ...] = ()  # parameters that training alone reads
+    stretches: bool = False  # positions are stretched to pictures of other sizes
+    probe: str | None = None  # the module that pools all tokens by attention with a query of its own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
     """A sequence of blocks of one shape."""
 
@@ -90,6 +102,7 @@ class Stack:
     # Projections that only a training loss reads -> the config field with their number of output heads.
     training_only: Mapping[str, str] = field(default_factory=dict)
     mixture: MixtureRow | None = None
+    scales: Mapping[str, str] = field(default_factory=dict)  # parameter -> projection whose outputs it scales
     calls: tuple[str, str] | None = None  # config[second] groups of blocks share config[first] depths in turn
 
 
@@ -135,6 +148,10 @@ class Family:
     # The module, or the config field, of a non-linearity in a task's head that config sets apart.
     head_activation: str | None = None
     reads_mean: bool | ByConfig = False  # a sequence classifier reads the mean of all tokens
+    picture: PictureRow | None = None  # of families that read pictures
+    is_causal: bool = False  # later tokens are hidden, though the stack is an encoder
+    head_reads_one_token: bool = False  # projections behind the blocks read one token of each example
+    finds_end: bool = False  # a text is pooled where config.eos_token_id stands
     # Newer module name -> name in checkpoints: whole components of a path.
     names: Mapping[str, str] = field(default_factory=dict)
 

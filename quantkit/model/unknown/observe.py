@@ -142,7 +142,13 @@ def _give_devices(module: nn.Module) -> None:
 
 
 def _forward(module: nn.Module) -> None:
-    ids = torch.arange(1, 1 + NUM_TOKENS, device=next(module.parameters()).device)[None]
+    device, config = next(module.parameters()).device, getattr(module, "config", None)
+    size: Any = getattr(config, "image_size", None)
+    if getattr(module, "main_input_name", "") == "pixel_values" and size:
+        sides = (size, size) if isinstance(size, int) else size
+        module(pixel_values=torch.ones(1, int(getattr(config, "num_channels", 3)), *sides, device=device))
+        return
+    ids = torch.arange(1, 1 + NUM_TOKENS, device=device)[None]
     inputs: dict[str, Any] = {"input_ids": ids}
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids
@@ -168,7 +174,7 @@ def _hooks(
     with ExitStack() as stack:
         for (name, child), (_, source) in zip(model.named_modules(), original.named_modules(), strict=True):
             record: Callable[[Tensor, Tensor], None]
-            if linears.kind_of(child):
+            if linears.kind_of(child) not in (None, linears.PATCHES):
                 record = partial(flow.record_linear, name)
             elif source in norms:
                 record = partial(flow.record_norm, norms[source])

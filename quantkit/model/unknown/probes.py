@@ -22,6 +22,7 @@ CURVES: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
     Activation.SILU: F.silu,
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
 }
 CLOSE = 1e-5  # exact GELU and its tanh form differ by 5e-4 at most
 SPREAD = 7.0

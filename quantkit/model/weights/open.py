@@ -24,6 +24,7 @@ from quantkit.model.hub import hub_is_reachable
 from quantkit.model.load import DEMO_NAME, Source, build_on_meta, with_sentence
 from quantkit.model.model_map import ModelMap
 from quantkit.model.names import checkpoint_name, family_of_module, find_prefix
+from quantkit.model.weights.as_mapped import as_mapped
 from quantkit.model.weights.headers import StoredTensor, absent, compare, match, read_headers
 from quantkit.model.weights.packed import with_packed
 from quantkit.model.weights.scales import require_readable, why_not_read, with_scales
@@ -64,14 +65,15 @@ def open_weights(source: Source, model_map: ModelMap, *, random_weights: bool, s
     """The tensors of a source; no weight is read yet."""
     module = build_on_meta(source)
     if random_weights:
-        return RandomTensors(
+        random = RandomTensors(
             shapes={name: tuple(tensor.shape) for name, tensor in tensors_by_name(module).items()}
             | (source.sentence.tensors if source.sentence else {}),
             seed=seed,
             gain_offset=model_map.norm_gain_offset,
             num_values=model_map.num_parameters,
         )
-    return open_tensors(source, module)
+        return as_mapped(random, model_map)
+    return as_mapped(open_tensors(source, module), model_map)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -194,14 +194,14 @@ def _names_in_use(model_map: ModelMap) -> set[str]:
 
 def _filled(tensors: TensorSource, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor with the source's values, a few rows at a time."""
-    shape = tensors.shape(name)
-    assert shape == tuple(like.shape), f"{name} is {shape} and not {tuple(like.shape)}"
+    shape = tuple(like.shape)
+    assert tensors.shape(name) in (shape, tuple(like.flatten(1).shape) if like.dim() > 2 else shape), name
     filled = torch.empty(shape, dtype=dtype)
     start = 0
     for rows in _chunks(tensors, name, dtype):
         if not shape:
             return filled.copy_(rows.reshape(()))
-        filled[start : start + len(rows)] = rows
+        filled[start : start + len(rows)] = rows.reshape(-1, *shape[1:])
         start += len(rows)
     return filled
 

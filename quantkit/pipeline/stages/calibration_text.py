@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +19,23 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.model.companions import make_fast_tokenizer
 from quantkit.model.load import Source
-from quantkit.model.model_map import ModelMap
+from quantkit.model.model_map import ModelMap, Picture
 from quantkit.quantization.calibration.tokens import IDS_SUFFIX, calibration_tokens
 from quantkit.recipe import Recipe
 from quantkit.runtime.machine.disk import temporary_folder
+from quantkit.runtime.pictures import (
+    bundled_pictures,
+    pictures_in,
+    read_pictures,
+    read_preprocessing,
+    require_size,
+)
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
-# Letters: N windows, T tokens.
+# Letters: N windows, T tokens; or N pictures of C channels, H rows and W columns.
 Tokens = NDArray[np.int64]
+Examples = NDArray[Any]  # windows of tokens, or pictures
+RANDOM_PICTURES = 8
 
 
 def calibration_windows(
@@ -35,8 +45,10 @@ def calibration_windows(
     *,
     windows: int | None = None,
     length: int | None = None,
-) -> Tokens:
-    """Windows of the calibration texts [N, T]; random ids for random weights, which no text fits."""
+) -> Examples:
+    """Windows of the calibration texts [N, T], or pictures [N, C, H, W]; random ones for random weights."""
+    if model_map.picture:
+        return calibration_pictures(recipe, source, model_map.picture, number=windows)
     context = model_map.context
     length = length or recipe.calibration.length
     length = length if context is None else min(length, context)
@@ -69,15 +81,41 @@ def _among(windows_NT: Tokens, varied_MT: Tokens) -> Tokens:
     return both
 
 
-def statistics_windows(recipe: Recipe, source: Source, model_map: ModelMap) -> Tokens:
+def statistics_windows(recipe: Recipe, source: Source, model_map: ModelMap) -> Examples:
     """The calibration windows without those that a search measures on."""
     windows_NT = calibration_windows(recipe, source, model_map)
     left_out = held_back(len(windows_NT)) if recipe.searches else recipe.calibration.leave_out
     return windows_NT[: max(1, len(windows_NT) - left_out)]
 
 
-def random_windows(recipe: Recipe, model_map: ModelMap, *, windows: int, length: int) -> Tokens:
+def calibration_pictures(
+    recipe: Recipe, source: Source, picture: Picture, *, number: int | None = None
+) -> NDArray[np.float32]:
+    """The user's or the bundled pictures as the model reads them, [N, C, H, W], spread over the folder."""
+    number = number or recipe.calibration.windows
+    if recipe.random_weights:
+        shape = (min(number, RANDOM_PICTURES), picture.channels, *picture.size)
+        return np.random.default_rng(recipe.calibration.seed).standard_normal(shape, np.float32)
+    if source.folder is None:
+        raise InputError("its folder with the preprocessing is not here", where=source.name)
+    preprocessing = read_preprocessing(source.folder)
+    text = recipe.calibration.text
+    paths = (
+        pictures_in(Path(text).expanduser(), "--calibration-text")
+        if text
+        else bundled_pictures("calibration")
+    )
+    places = np.linspace(0, len(paths) - 1, min(number, len(paths))).round().astype(int)
+    pictures = read_pictures([paths[place] for place in places], preprocessing, channels=picture.channels)
+    require_size(pictures, None if picture.stretches else picture.size, source.folder)
+    return pictures
+
+
+def random_windows(recipe: Recipe, model_map: ModelMap, *, windows: int, length: int) -> Examples:
     generator = np.random.default_rng(recipe.calibration.seed)
+    if picture := model_map.picture:
+        number = min(windows, RANDOM_PICTURES)
+        return generator.standard_normal((number, picture.channels, *picture.size), np.float32)
     return generator.integers(0, model_map.vocab_size or 1, (windows, length))
 
 

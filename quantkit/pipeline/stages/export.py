@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.export.check import Placement, check_models, held_bytes
 from quantkit.export.decoder import why_not
-from quantkit.export.encoder import why_not_encoder
+from quantkit.export.encoder import fills_texts, vector_output, why_not_encoder
 from quantkit.export.fused.decoder import emit_decoder, why_not_fused
 from quantkit.export.fused.encoder import emit_encoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
@@ -61,6 +61,10 @@ from quantkit.runtime.tokenizer import TOKENIZER_FILE, read_stop_ids
 from quantkit.workers.record import Workers
 
 WEIGHTS_FILE = "weights.safetensors"
+TWO_TOWERS = {  # model type -> its classes of one tower
+    "clip": ("CLIPVisionModelWithProjection", "CLIPTextModelWithProjection"),
+    "siglip": ("SiglipVisionModel", "SiglipTextModel"),
+}
 NOTHING = 1 << 62  # a min_dim that no projection reaches
 TRANSPOSED = {name: row.is_transposed for name, row in LINEARS.items()}
 Count = Callable[[int], None]
@@ -117,6 +121,16 @@ class Exported:
 
 def kind_of(model_map: ModelMap, target: Target = TARGETS[DEFAULT_TARGET]) -> str:
     """How a model is exported: as an emitted "decoder" or "encoder", or "traced"."""
+    if model_map.model_type in TWO_TOWERS:
+        vision, text = TWO_TOWERS[model_map.model_type]
+        raise InputError(
+            f"{model_map.architecture} is two models, one of pictures and one of texts",
+            where=model_map.name,
+            allowed=f"each of them by itself: {vision}, {text}",
+            next_step=f'python -c "from transformers import {vision} as M; '
+            "M.from_pretrained('FOLDER').save_pretrained('NEW_FOLDER')\", and copy preprocessor_config.json; "
+            f"the same with {text} and the tokenizer files",
+        )
     if (why_not if target.is_static else why_not_fused)(model_map) is None:
         return "decoder"
     blocks = [block for block in model_map.blocks if block.stack == "decoder"]
@@ -330,7 +344,19 @@ def graph_metadata(job: ExportJob, contents: Contents, kind: str) -> dict[str, A
         "model": job.model_map.name,
         "kind": kind,
         **({"sentence": job.model_map.sentence.settings} if job.model_map.sentence else {}),
+        **_picture_metadata(job.model_map, kind),
         **to_metadata(traffic_of(job.model_map, contents)),
+    }
+
+
+def _picture_metadata(model_map: ModelMap, kind: str) -> dict[str, Any]:
+    """The shape of a picture, and the output with one vector a text or a picture where the graph has it."""
+    picture = model_map.picture
+    vector = vector_output(model_map) if kind == "encoder" else None
+    return {
+        **({"picture": [picture.channels, *picture.size]} if picture else {}),
+        **({"vector": vector} if vector else {}),
+        **({"fills": True} if kind == "encoder" and fills_texts(model_map) else {}),
     }
 
 

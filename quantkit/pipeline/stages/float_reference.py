@@ -17,10 +17,11 @@ import psutil
 
 from quantkit.errors import InputError
 from quantkit.evaluation.artifact import open_artifact, run_once
-from quantkit.evaluation.float_error import LONG, check_prompts, float_error
+from quantkit.evaluation.float_error import LONG, check_prompts, float_error, picture_error
 from quantkit.evaluation.measure import Measured, attempt, measure
 from quantkit.evaluation.measurements import FloatError
 from quantkit.evaluation.reference import Reference, transformers_reference
+from quantkit.export.encoder import vector_output
 from quantkit.model.reference import answer_logits_of, logits_of
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.stages.export import float_bytes
@@ -125,7 +126,9 @@ def measure_written(written: Written, folder: Path, twin: Twin) -> Measured:
         return Measured(float_error=error, notes=notes)
     measured = measure(
         open_artifact(folder, written.recipe),
-        original=None if written.recipe.random_weights else transformers_reference(resolved.source),
+        original=None
+        if written.recipe.random_weights
+        else transformers_reference(resolved.source, vector_output(resolved.model_map)),
         reference=twin.folder,
         accuracy=written.accuracy,
         progress=resolved.progress,
@@ -138,8 +141,15 @@ def _float_error(written: Written, twin: Twin) -> tuple[FloatError | None, str]:
     resolved = written.prepared.resolved
     config, model_map, static = resolved.source.config, resolved.model_map, written.recipe.static
     vocab_size = model_map.vocab_size
-    if twin.folder is None or vocab_size is None:
+    if twin.folder is None or (vocab_size is None and not model_map.picture):
         return None, ""
+    if model_map.picture or vocab_size is None:
+        with resolved.progress.stage("float check"):
+            try:
+                error = picture_error(twin.folder, _original(resolved))
+            except Exception as reason:  # a class that transformers does not load
+                return None, f"the float graph was not compared with transformers: {str(reason)[:300]}"
+        return error, f"the float graph does not run: {error.failure}" if error.failure else ""
     prompts = check_prompts(
         config,
         vocab_size=vocab_size,

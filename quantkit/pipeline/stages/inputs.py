@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.model.examples import inputs_of
 from quantkit.model.names import modules_by_name
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.stages.calibration_text import calibration_windows
@@ -70,5 +71,5 @@ def _watched(prepared: Prepared, matrices: set[str]) -> Samples:
         module = torch_model(resolved.source, model_map, prepared.weights, streams=True)
         watched = {name: child for name, child in modules_by_name(module).items() if name in matrices}
         with watching_inputs(watched, reading), torch.inference_mode(), head_left_out(module):
-            module(input_ids=torch.from_numpy(np.ascontiguousarray(windows_NT, np.int64)))
+            module(**inputs_of(windows_NT))
     return {name: np.concatenate(parts) for name, parts in inputs.items()}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
+from quantkit.evaluation.text import read_text
+from quantkit.model.companions import has_preprocessor
 from quantkit.model.load import Source
 from quantkit.model.model_map import EmbeddingKind, ModelMap
 from quantkit.pipeline.stages.export import float_bytes
@@ -15,9 +17,11 @@ from quantkit.plan.plan import Plan
 from quantkit.plan.targets import TARGETS, may_saturate
 from quantkit.quantization.layout import planned_bytes
 from quantkit.quantization.rounding import FITS
+from quantkit.recipe import Recipe
 from quantkit.runtime.labels import OF_TEXTS
 from quantkit.runtime.machine.cache import cache_folder
 from quantkit.runtime.machine.disk import require_free
+from quantkit.runtime.pictures import PREPROCESSOR_FILE, pictures_in, read_preprocessing, require_pillow
 from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
 if TYPE_CHECKING:
@@ -52,6 +56,28 @@ def require_padding(source: Source, model_map: ModelMap) -> None:
             where=source.name,
             next_step="set pad_token_id in config.json to the tokenizer's padding token",
         )
+
+
+def require_readable_examples(recipe: Recipe, source: Source, model_map: ModelMap) -> None:
+    """Refuse a text, or pictures and their preprocessing, that cannot be read."""
+    if model_map.picture is None:
+        if recipe.measure.accuracy:
+            read_text(recipe.measure)
+        return
+    calibrated, measured = recipe.calibration.text, recipe.measure.text
+    for flag, named in (("--calibration-text", calibrated), ("--text", measured)):
+        if named:
+            pictures_in(Path(named).expanduser(), flag)
+    if has_preprocessor(source) and not recipe.random_weights:
+        require_pillow()
+        output = read_preprocessing(Path(str(source.folder))).output
+        if output and not model_map.picture.stretches and output != model_map.picture.size:
+            height, width = model_map.picture.size
+            raise InputError(
+                f"it gives {output[0]} x {output[1]} pixels, and the model reads {height} x {width}",
+                where=str(Path(str(source.folder)) / PREPROCESSOR_FILE),
+                next_step="correct size or crop_size there, or image_size in config.json",
+            )
 
 
 def require_exact_sums(

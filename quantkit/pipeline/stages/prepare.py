@@ -20,12 +20,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.model.examples import are_pictures
 from quantkit.model.model_map import ModelMap
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.folder import HELD, claim
 from quantkit.pipeline.stages.calibration_text import (
-    Tokens,
     calibration_windows,
     random_windows,
     statistics_windows,
@@ -243,9 +243,11 @@ def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tupl
         if recipe.calibration.text:
             raise
         windows_NT = random_windows(recipe, model_map, windows=QUICK_WINDOWS, length=length)
-        notes = (f"outliers were looked for on random tokens: {error}",)
+        examples = "pixels" if model_map.picture else "tokens"
+        notes = (f"outliers were looked for on random {examples}: {error}",)
     matrices = {layer.matrix for layer in model_map.layers if layer.name in prepared.planned}
-    with resolved.progress.stage("outliers", total=int(windows_NT.size), unit="tokens") as count:
+    unit = "pixels" if are_pictures(windows_NT) else "tokens"
+    with resolved.progress.stage("outliers", total=int(windows_NT.size), unit=unit) as count:
         module = torch_model(resolved.source, model_map, prepared.weights, streams=True)
         body = SCHEMES[recipe.scheme].body
         magnitudes = quick_magnitudes(
@@ -264,11 +266,12 @@ def _calibrate(
 ) -> tuple[StatisticsFile, Prepared]:
     """Run the calibration text through the model as it is now, or reuse what an interrupted run left."""
     resolved, model_map = prepared.resolved, prepared.model_map
-    tokens_NT: Tokens = statistics_windows(resolved.recipe, resolved.source, model_map)
+    tokens_NT = statistics_windows(resolved.recipe, resolved.source, model_map)
+    unit = "pixels" if are_pictures(tokens_NT) else "tokens"
     folder, prepared = _statistics_folder(prepared, step)
     with (
         _writing_at(folder, resolved),
-        resolved.progress.stage("calibration", total=int(tokens_NT.size), unit="tokens") as count,
+        resolved.progress.stage("calibration", total=int(tokens_NT.size), unit=unit) as count,
     ):
         model = partial(torch_model, resolved.source, model_map, prepared.weights)
         streamed = partial(model, streams=True, keeps_block=True)

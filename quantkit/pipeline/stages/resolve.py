@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.errors import InputError, not_one_of
-from quantkit.evaluation.text import read_text
 from quantkit.model.architectures.latents import keep_latents
-from quantkit.model.companions import has_tokenizer
+from quantkit.model.companions import PREPROCESSOR_FILE, has_preprocessor, has_tokenizer
 from quantkit.model.inspect import inspect_source
 from quantkit.model.load import Source, open_source
 from quantkit.model.model_map import ModelMap, Role
@@ -21,7 +20,12 @@ from quantkit.model.weights.open import open_weights, with_weights
 from quantkit.model.weights.tensors import TensorSource
 from quantkit.pipeline.stages.export import kind_of, projection_formats, require_exportable, require_tensors
 from quantkit.pipeline.stages.min_dim import with_measured_sizes
-from quantkit.pipeline.stages.preflight import require_exact_sums, require_padding, require_tokenizer
+from quantkit.pipeline.stages.preflight import (
+    require_exact_sums,
+    require_padding,
+    require_readable_examples,
+    require_tokenizer,
+)
 from quantkit.pipeline.stages.static_recipe import settle_static, static_notes
 from quantkit.plan.formats import AUTO, DEFAULT_SCHEMES, FLOAT, SCHEMES, scheme
 from quantkit.plan.min_dim import ShapeTime
@@ -41,6 +45,12 @@ from quantkit.workers.record import Workers
 BITS_OF_CODES = 4
 NO_TOKENIZER = (
     "the checkpoint has no tokenizer: the artifact reads token ids alone, and accuracy is not measured"
+)
+
+
+NO_PREPROCESSOR = (
+    f"the checkpoint has no {PREPROCESSOR_FILE}: the artifact reads pixels alone, and accuracy is not "
+    "measured"
 )
 
 
@@ -103,11 +113,11 @@ def resolve(
     require_exportable(model_map, kind, recipe.target, None if recipe.random_weights else source.folder)
     contents = contents_of(model_map, plan, formats)
     require_tensors(contents, weights, name)
-    if source.folder and not has_tokenizer(source):
-        notes = (*notes, NO_TOKENIZER)
-        progress.say(f"note: {NO_TOKENIZER}")
-    if recipe.measure.accuracy:
-        read_text(recipe.measure)  # a text that cannot be read is refused before the work
+    reads = NO_PREPROCESSOR if model_map.picture else NO_TOKENIZER
+    if source.folder and not (has_preprocessor(source) if model_map.picture else has_tokenizer(source)):
+        notes = (*notes, reads)
+        progress.say(f"note: {reads}")
+    require_readable_examples(recipe, source, model_map)
     return Resolved(
         recipe=recipe,
         source=source,

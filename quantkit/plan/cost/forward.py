@@ -59,11 +59,10 @@ def forward_rows(run: Pass) -> tuple[Row, ...]:
     layers = [layer for layer in model.layers if layer.block not in in_blocks]
     norms = [norm for norm in model.norms if norm.block not in in_blocks]
     ids = (run.batch, run.length)
-    rows = [
-        make_row(
-            end, "embeddings", "tokenization", "tokenization", ids, formula="text to B*L ids", input_shape=()
-        )
-    ]
+    name, formula = "tokenization", "text to B*L ids"
+    if model.picture:
+        formula = "pictures to B*L patches"
+    rows = [make_row(end, "embeddings", name, name, ids, formula=formula, input_shape=())]
     for stack in run.stacks:
         scope, label = _scope(run, stack), f" ({stack})" if model.is_encoder_decoder else ""
         of_stack = [norm for norm in norms if not model.is_encoder_decoder or _stack_of(norm.name) == stack]
@@ -71,7 +70,8 @@ def forward_rows(run: Pass) -> tuple[Row, ...]:
         widening = [layer for layer in layers if _widens(model, layer) and stack == run.stacks[0]]
         rows += _embedding_rows(scope, label)
         rows += [norm_row(scope, norm, f"embedding norm{label}") for norm in embedding_norms]
-        rows += _other_rows(scope, widening)
+        patches = model.picture.num_tokens - len(model.picture.first) if model.picture else 0
+        rows += _other_rows(replace(scope, tokens=patches) if patches else scope, widening)
         for block in model.blocks:
             if block.stack == stack:
                 rows += _block_rows(replace(scope, block=block))
@@ -403,7 +403,7 @@ def _head_rows(scope: Scope, layers: Sequence[Layer], norms: Sequence[Norm]) -> 
     name = "final norm" if model.blocks else ""
     first = [norm for norm in norms if not others or _feeds(norm, others)]
     rows = [norm_row(scope, norm, name) for norm in first]
-    rows += _other_rows(scope, others)
+    rows += _other_rows(replace(scope, tokens=1) if model.head_reads_one_token else scope, others)
     rows += [norm_row(scope, norm, name and "head norm") for norm in norms if norm not in first]
     if model.head_scale and heads:
         rows.append(make_row(scope, "head", "head scale", "scale", scope.shape(heads[0].in_features)))
@@ -438,7 +438,9 @@ def _is_embedding_norm(model: ModelMap, norm: Norm) -> bool:
 
 
 def _widens(model: ModelMap, layer: Layer) -> bool:
-    """Whether a projection widens embeddings to the hidden size."""
+    """Whether a projection widens embeddings, or patches of a picture, to the hidden size."""
+    if model.picture and layer.name == model.picture.patches:
+        return True
     columns = {table.num_columns for table in model.embeddings if table.kind is EmbeddingKind.TOKEN}
     fits = layer.in_features in columns and layer.out_features == model.hidden_size
     return fits and layer.role is Role.OTHER and model.hidden_size not in columns

@@ -33,6 +33,7 @@ FLOPS_PER_ELEMENT = {
     "gelu": 5,  # divide, erf, add, two products
     "gelu_tanh": 8,  # cube (2), scale, add, scale, tanh, add, product with the halved input
     "silu": 4,  # negate, exp, add, divide
+    "quick_gelu": 5,  # and the product by 1.702
     "other": 5,  # an activation without a row in this table
 }
 

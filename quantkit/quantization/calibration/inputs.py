@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.model import linears
+from quantkit.model.examples import are_pictures
 from quantkit.model.names import modules_by_name
 from quantkit.quantization.calibration import running
 from quantkit.quantization.calibration.recording import Recording, part_of
@@ -95,7 +96,7 @@ def open_run(
     seed: int,
 ) -> CalibrationRun:
     """Find the modules behind the names, and refuse token ids outside of the vocabulary."""
-    assert tokens_BT.ndim == 2, tokens_BT.shape
+    assert tokens_BT.ndim == (4 if are_pictures(tokens_BT) else 2), tokens_BT.shape
     assert tokens_BT.size, "no windows"
     assert batch >= 1, batch
     unknown = frozenset().union(*requested.values()) - set(FIELDS)
@@ -107,7 +108,7 @@ def open_run(
     names = {name: first.setdefault(id(named[name]), name) for name in requested}
     table = getattr(module, "get_input_embeddings", lambda: None)()
     num_rows = getattr(table, "num_embeddings", None)
-    if num_rows is not None:
+    if num_rows is not None and not are_pictures(tokens_BT):
         require_known_ids(tokens_BT, num_rows, where="calibration")
     return CalibrationRun(
         module=module,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.model.examples import inputs_of
 from quantkit.model.model_map import ModelMap
 from quantkit.model.names import modules_by_name
 from quantkit.quantization.calibration.replay import head_left_out
@@ -46,5 +47,5 @@ def quick_magnitudes(
     named = modules_by_name(module)
     watched = {name: child for name, child in named.items() if name in matrices}
     with watching_inputs(watched, reading), torch.inference_mode(), head_left_out(module):
-        module(input_ids=torch.from_numpy(np.ascontiguousarray(tokens_BT, np.int64)))
+        module(**inputs_of(tokens_BT))
     return {name: value_I.numpy() for name, value_I in magnitudes.items()}

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.examples import inputs_of
 from quantkit.quantization.calibration.tokens import Tokens
 
 # Letters: B windows of a batch, T tokens of a window, H hidden size.
@@ -52,10 +52,10 @@ def forward(module: nn.Module, tokens_BT: Tokens) -> Any:
     """An ordinary forward pass without a cache; a decoder beside an encoder reads the same text."""
     devices = (parameter.device for parameter in module.parameters())
     device = next((device for device in devices if device.type != "meta"), "cpu")  # weights may be streamed
-    ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_BT)).to(device)
-    inputs: dict[str, Any] = {"input_ids": ids_BT}
+    inputs: dict[str, Any] = {name: values.to(device) for name, values in inputs_of(tokens_BT).items()}
     config: Any = getattr(module, "config", None)
     if getattr(config, "is_encoder_decoder", False):
+        ids_BT = inputs["input_ids"]
         configs = (config, getattr(module, "generation_config", None))
         starts = [getattr(settings, "decoder_start_token_id", None) for settings in configs]
         start_B1 = torch.full_like(ids_BT[:, :1], next((token for token in starts if token is not None), 0))

@@ -341,7 +341,7 @@ def key_of(
         "settings": list(settings),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    digest.update(np.ascontiguousarray(tokens_BT, np.int64).data)
+    digest.update(np.ascontiguousarray(tokens_BT).data)
     for name, dtype, shape, chunks in values_of(module):
         digest.update(f"{name} {dtype} {shape}".encode())
         for rows in chunks:

@@ -18,7 +18,7 @@ from quantkit import files
 from quantkit.errors import InputError
 
 # Letters: B windows, T tokens of a window, N tokens of the text, R and C rows and columns of a user's ids.
-Tokens = NDArray[np.int64]
+Tokens = NDArray[Any]  # token ids [B, T]; or pictures [B, C, H, W], where a model reads these
 NUM_WINDOWS, LENGTH = 32, 512
 BUNDLED = "bundled calibration text"
 IDS_SUFFIX = ".npy"  # of a file of token ids

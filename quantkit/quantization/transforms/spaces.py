@@ -99,7 +99,8 @@ def no_space(model_map: ModelMap, what: str) -> InputError:
 def _stray(model_map: ModelMap, block: str | None) -> str | None:
     """The reason that a module without a role in this block gives against any change."""
     names = [layer.name for layer in model_map.layers if layer.block == block and layer.role is Role.OTHER]
-    names += [entry.name for entry in model_map.unmapped if block and entry.name.startswith(f"{block}.")]
+    unknown = [entry.name for entry in model_map.unmapped if entry.name not in model_map.placed]
+    names += [name for name in unknown if block and name.startswith(f"{block}.")]
     return f"'{names[0]}' has no role, so its input and output are unknown" if block and names else None
 
 

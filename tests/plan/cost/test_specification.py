@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from cost_maps import MAPS, albert_map, gemma_map, gpt2_map, linear, model_map, t5_map, unknown_map
+from examples import pictures_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -116,6 +117,16 @@ def test_flops_are_what_pytorch_counts(name):
     batch, source = 2, 13
     length = 7 if mapped.is_encoder_decoder else source
     ids = torch.randint(3, 60, (batch, source))
+    if mapped.picture:
+        length = mapped.context
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(pixel_values=torch.from_numpy(pictures_of(model.config, batch)))
+        totals = specify(mapped, batch=batch, length=length).totals
+        width = mapped.hidden_size  # keys, values and scores of a query of the model's own are no projections
+        pooling = batch * (width**2 * (1 + 2 * length) + 2 * length * width) if mapped.picture.probe else 0
+        assert counter.get_total_flops() == 2 * (totals.matrix_macs + pooling)
+        assert totals.parameters == mapped.num_parameters
+        return
     decoder = {"decoder_input_ids": ids[:, :length]} if mapped.is_encoder_decoder else {}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, **decoder)
