@@ -114,8 +114,9 @@ def run(model: nn.Module, inputs: dict, poison: tuple[str, list[int]] | None = N
     def record(name: str):
         def after(module, args, output):
             output = output[0] if isinstance(output, tuple) else output
-            if args and torch.is_tensor(args[0]) and torch.is_tensor(output):
-                pair = (args[0].detach().clone(), output.detach().clone())
+            if args and torch.is_tensor(output) and isinstance(args[0], (torch.Tensor, tuple)):
+                given = args[0] if torch.is_tensor(args[0]) else torch.empty(args[0])
+                pair = (given.detach().clone(), output.detach().clone())
                 trace.module_calls.setdefault(name, []).append(pair)
 
         return after

@@ -49,7 +49,7 @@ class Written:
     """Facts of a file, read without its weights."""
 
     model: str
-    kind: str  # "decoder", "encoder", "traced", or empty where quantkit did not write it
+    kind: str  # "decoder", "encoder", "encoder_decoder", "traced", or empty where quantkit did not write it
     scheme: str
     max_positions: int | None
     opset: int

@@ -81,6 +81,11 @@ class Operators(Protocol):
         """The tokens of a value that logits are computed of."""
 
 
+def crosses(block: Block) -> bool:
+    """Whether a block reads what an encoder has read."""
+    return any(attention.is_cross for attention in block.attentions)
+
+
 def norm_at(contents: Contents, block: Block | None, place: NormPlace) -> Norm | None:
     name = block.name if block else None
     return next((norm for norm in contents.norms if (norm.block, norm.place) == (name, place)), None)
@@ -93,8 +98,11 @@ class Walk:
     model_map: ModelMap
     operators: Operators
 
-    def pack(self, role: Role, block: Block | None = None, expert: int | None = None) -> Pack:
-        pack = self.operators.contents.pack_of(role, block.name if block else None, expert)
+    def pack(
+        self, role: Role, block: Block | None = None, expert: int | None = None, *, is_cross: bool = False
+    ) -> Pack:
+        name = block.name if block else None
+        pack = self.operators.contents.pack_of(role, name, expert, is_cross=is_cross)
         assert pack is not None, (block, role, expert)
         return pack
 
@@ -141,6 +149,10 @@ class Walk:
             stream = self.narrow(stream) if drops_rows else stream
             stream = operators.add(stream, attended, middle)
             x, _ = operators.norm_stream(self.norm(block, NormPlace.AFTER_ATTENTION), stream, keeps_sum=False)
+            if crosses(block):
+                stream = operators.add(Stream(x), self.cross_attention(block, x), f"{block.name}/crossed")
+                after = self.norm(block, NormPlace.AFTER_CROSS_ATTENTION)
+                x, _ = operators.norm_stream(after, stream, keeps_sum=False)
             if block.ffn is None:
                 return Stream(x)
             stream = operators.add(Stream(x), self.ffn(block, x), end)
@@ -159,6 +171,9 @@ class Walk:
             fed = self.branch(block, NormPlace.AFTER_FFN, self.ffn(block, normed))
             return operators.add(operators.add(stream, attended, middle), fed, end)
         stream = operators.add(stream, attended, middle)
+        if crosses(block):
+            normed, stream = self.read(block, NormPlace.BEFORE_CROSS_ATTENTION, stream)
+            stream = operators.add(stream, self.cross_attention(block, normed), f"{block.name}/crossed")
         if block.ffn is None:
             return stream
         normed, stream = self.read(block, NormPlace.BEFORE_FFN, stream)
@@ -175,6 +190,10 @@ class Walk:
         attended = operators.attention(block, parts)
         attended = operators.rows_with_logits(attended) if drops_rows else attended
         return self.project(block, Role.ATTENTION_OUT, attended)
+
+    def cross_attention(self, block: Block, x: str) -> str:
+        """Attention to what an encoder has read, and its output projection."""
+        raise AssertionError(f"{block.name} reads an encoder, and this graph has none")
 
     def ffn(self, block: Block, x: str) -> str:
         return self.feed_forward(block, x)

@@ -28,7 +28,7 @@ from quantkit.model.config import normalise
 from quantkit.model.experts import copy_with_separate_experts
 from quantkit.model.families import family_of
 from quantkit.model.families.schema import read_fact
-from quantkit.model.load import Source, build_on_meta, open_source
+from quantkit.model.load import TRANSFORMERS_MAJOR, Source, build_on_meta, open_source
 from quantkit.model.model_map import (
     ATTENTION_ROLES,
     FFN_ROLES,
@@ -119,7 +119,9 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
     norms = _map_norms(walk)
     blocks = _map_blocks(walk, layers)
     has_tied_head = any(layer.tied_to for layer in layers if layer.role is Role.LM_HEAD)
-    scales_head = bool(family and read_fact(family.scales_tied_head, config.raw))
+    scales_head = bool(family and read_fact(family.scales_tied_head, config.raw)) and (
+        family is None or (family.scales_tied_head_until or math.inf) > TRANSFORMERS_MAJOR
+    )
     cap: float | None = config.raw.get("final_logit_softcapping")
     root = math.sqrt(config.hidden_size) if config.hidden_size else None
     return ModelMap(
@@ -134,7 +136,7 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         is_encoder_decoder=config.is_encoder_decoder,
         has_tied_head=has_tied_head,
         embedding_scale=root
-        if family and family.scales_embedding
+        if family and read_fact(family.scales_embedding, config.raw)
         else factor_of(walk, "embedding_multiplier"),
         head_scale=1 / root if root and family and has_tied_head and scales_head else None,
         final_softcap=cap if family and family.softcaps_logits else None,
@@ -147,7 +149,8 @@ def map_module(module: nn.Module, *, name: str) -> ModelMap:
         notes=tuple(_notes(walk, layers)),
         norm_gain_offset=family.norm_gain_offset if family else 0.0,
         position_offset=_position_offset(walk),
-        position_bias=_position_bias(walk, embeddings),
+        logit_bias=family.logit_bias if family and has_buffer(module, family.logit_bias) else None,
+        position_biases=_position_biases(walk, embeddings),
         distance_scores=_distance_scores(walk, layers),
         head_activation=_head_activation(walk),
         picture=_picture(walk),
@@ -174,12 +177,24 @@ def _position_offset(walk: Walk) -> int:
     return int(padding) + 1
 
 
-def _position_bias(walk: Walk, embeddings: Sequence[Embedding]) -> PositionBias | None:
-    row = walk.family.position_bias if walk.family else None
-    if row is None:
-        return None
-    table = next(table for table in embeddings if table.name == walk.prefix + row.table)
-    if table.num_rows < row.num_buckets:
+def has_buffer(module: nn.Module, name: str | None) -> bool:
+    return name in dict(module.named_buffers())
+
+
+def _position_biases(walk: Walk, embeddings: Sequence[Embedding]) -> tuple[PositionBias, ...]:
+    rows = walk.family.position_biases if walk.family else ()
+    tables = {table.name: table for table in embeddings}
+    # T5's encoder alone has no decoder.
+    present = [row for row in rows if walk.prefix + row.table in tables]
+    return tuple(_position_bias(walk, row, tables[walk.prefix + row.table]) for row in present)
+
+
+def _position_bias(walk: Walk, row: PositionBias, table: Embedding) -> PositionBias:
+    assert walk.family is not None
+    if walk.family.position_biases_by_config:
+        distance = int(walk.config.raw.get("relative_attention_max_distance", row.max_distance))
+        row = replace(row, num_buckets=table.num_rows, max_distance=distance)
+    elif table.num_rows < row.num_buckets:
         raise InputError(
             f"its position bias has {table.num_rows} rows, and its class reads {row.num_buckets}",
             where="config.json",
@@ -451,7 +466,7 @@ def _map_norms(walk: Walk) -> tuple[Norm, ...]:
                 features=parameters[0].numel() if parameters else math.prod(child.normalized_shape),
                 num_parameters=sum(parameter.numel() for parameter in parameters),
                 block=place.block if place else None,
-                feeds=readers(walk, row, place, head_name) if row else (),
+                feeds=readers(walk, row, names[0], place, head_name) if row else (),
                 place=row.place if row else NormPlace.OTHER,
                 epsilon=float(getattr(child, "eps", getattr(child, "variance_epsilon", 1e-5))),
                 aliases=tuple(names[1:]),

@@ -82,6 +82,7 @@ class NormPlace(StrEnum):
     BEFORE_ATTENTION = "before_attention"
     AFTER_ATTENTION = "after_attention"
     BEFORE_CROSS_ATTENTION = "before_cross_attention"
+    AFTER_CROSS_ATTENTION = "after_cross_attention"
     BEFORE_FFN = "before_ffn"
     AFTER_FFN = "after_ffn"
     QUERY = "query"
@@ -238,15 +239,18 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PositionBias:
-    """A bias of each head by the distance from query to key, added to the scores of all layers.
+    """A bias of each head by the distance from query to key, added to the scores of all layers of a stack.
 
     Near distances have a row of the table each, far ones share rows: Raffel et al. 2020
-    (https://arxiv.org/abs/1910.10683). Keys after their query have the second half of the rows.
+    (https://arxiv.org/abs/1910.10683). Keys after their query have the second half of the rows, where a
+    query sees them.
     """
 
     table: str  # [num_buckets, heads]
     num_buckets: int
     max_distance: int  # from which on all distances share a row
+    stack: str = "encoder"
+    is_causal: bool = False  # all rows are for keys up to their query
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,13 +397,17 @@ class ModelMap:
     num_active_experts: int | None = None  # that run for each token
     sentence: SentenceModel | None = None  # what pools the states of a text
     logit_scale: float | None = None  # factor of the logits
-    position_bias: PositionBias | None = None
+    logit_bias: str | None = None  # a tensor of the checkpoint that is added to the logits
+    position_biases: tuple[PositionBias, ...] = ()
     distance_scores: DistanceScores | None = None
     head_activation: Activation | None = None  # of a task's head, where the config sets it apart
     picture: Picture | None = None  # of a model that reads pictures
     end_token: int | None = None  # at which a text is pooled
     head_reads_one_token: bool = False  # projections behind the blocks read one token of each example
     reads_mean: bool = False  # a sequence classifier reads the mean of all tokens, instead of the first
+
+    def position_bias_of(self, stack: str) -> PositionBias | None:
+        return next((bias for bias in self.position_biases if bias.stack == stack), None)
 
     @property
     def context(self) -> int | None:

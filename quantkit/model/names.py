@@ -123,21 +123,23 @@ def norm_row(walk: Walk, name: str, place: Place | None) -> NormRow | None:
     return walk.family.outer_norms.get(name.removeprefix(walk.prefix), walk.family.outer_norms.get(name))
 
 
-def readers(walk: Walk, row: NormRow, place: Place | None, head_name: str | None) -> tuple[str, ...]:
+def readers(
+    walk: Walk, row: NormRow, name: str, place: Place | None, head_name: str | None
+) -> tuple[str, ...]:
     """Full names of the existing modules that read a norm's output directly."""
     assert walk.family is not None
     base = f"{place.block}." if place else walk.prefix
     alone = row.feeds_alone and base + row.feeds_alone
     if alone and any(alone in names for names in walk.names.values()):
         return (alone,)
-    following = _blocks_after(walk, place) if place else _first_block(walk, walk.family.stacks[0])
+    following = _blocks_after(walk, place) if place else _first_block(walk, _stack_beside(walk, name))
     full_names = [base + reader for fed in row.feeds for reader in _of_experts(walk, fed)]
     if walk.prefix and not place:  # modules of a head lie outside of the base model
         full_names += row.feeds
     full_names += [f"{block}.{reader}" for reader in row.feeds_next_block for block in following]
     blocks = _blocks_of(walk, walk.family.stacks[0]).values() if row.feeds_every_block else ()
     full_names += [f"{block}.{reader}" for block in blocks for reader in row.feeds_every_block]
-    if row.feeds_cross_attention:
+    if row.feeds_cross_attention and not (place and following):
         full_names += _cross_readers(walk)
     if row.feeds_head and head_name and not (place and following):
         full_names.append(head_name)
@@ -162,6 +164,14 @@ def _cross_readers(walk: Walk) -> list[str]:
         if (place := place_of(walk, names[0]))
         and any(role in readers for role in place.stack.cross_projections.get(place.inner, ()))
     ]
+
+
+def _stack_beside(walk: Walk, name: str) -> Stack:
+    """The stack that a norm outside of blocks stands before: of two, the one in the same module."""
+    assert walk.family is not None
+    module = name.removeprefix(walk.prefix).partition(".")[0]
+    stacks = walk.family.stacks
+    return next((stack for stack in stacks if stack.path.startswith(f"{module}.")), stacks[0])
 
 
 def _blocks_of(walk: Walk, stack: Stack) -> dict[tuple[int, ...], str]:

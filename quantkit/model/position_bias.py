@@ -1,8 +1,8 @@
 """Relative positions: the rows of a table, by the distance from query to key.
 
 Raffel et al. 2020 (https://arxiv.org/abs/1910.10683). Half of the rows are for keys before their query, half
-for keys after it. In each half, the nearer distances have a row each, and the rows of farther ones grow
-wider with the logarithm of the distance.
+for keys after it; a decoder, which sees none of the latter, has all rows for keys before. The nearer
+distances have a row each, and the rows of farther ones grow wider with the logarithm of the distance.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ def bucket_of(bias: PositionBias) -> NDArray[np.int64]:
     Logarithms are torch's in float32, as in transformers: at the edge of a bucket an ulp decides.
     """
     distances = torch.arange(-bias.max_distance, bias.max_distance + 1, device="cpu")
-    half = bias.num_buckets // 2
+    half = bias.num_buckets if bias.is_causal else bias.num_buckets // 2
     num_exact = half // 2
-    steps = distances.abs()
+    steps = -distances.clamp(max=0) if bias.is_causal else distances.abs()
     ratio = torch.log(steps.float() / num_exact) / math.log(bias.max_distance / num_exact)
     far = num_exact + (ratio.clamp(min=0) * (half - num_exact)).long()
     rows = torch.where(steps < num_exact, steps, far.clamp(max=half - 1))
-    return np.asarray((rows + half * (distances > 0)).numpy(), np.int64)
+    after = torch.zeros_like(rows) if bias.is_causal else half * (distances > 0)
+    return np.asarray((rows + after).numpy(), np.int64)
 
 
 def row_of(scores: DistanceScores) -> NDArray[np.int64]:

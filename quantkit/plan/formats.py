@@ -172,6 +172,7 @@ AUTO = "auto"
 DEFAULT_SCHEMES: dict[str, str] = {
     "decoder": "int8_block32",
     "encoder": "int8_token",
+    "encoder_decoder": "int8_block32",
     "traced": "int8_block128",
 }
 

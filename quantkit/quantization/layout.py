@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -211,16 +211,19 @@ class Contents:
         specs.extend(_floats(name, *shape) for name, shape in self.loose)
         return tuple(specs)
 
-    def pack_of(self, role: Role, block: str | None = None, expert: int | None = None) -> Pack | None:
+    def pack_of(
+        self, role: Role, block: str | None = None, expert: int | None = None, *, is_cross: bool = False
+    ) -> Pack | None:
         """The pack with a projection of this role, in this block or outside of blocks."""
-        return self._by_role.get((role, block, expert))
+        return self._by_role.get((role, block, expert, is_cross))
 
     @cached_property
-    def _by_role(self) -> Mapping[tuple[Role, str | None, int | None], Pack]:
-        packs: dict[tuple[Role, str | None, int | None], Pack] = {}
+    def _by_role(self) -> Mapping[tuple[Role, str | None, int | None, bool], Pack]:
+        packs: dict[tuple[Role, str | None, int | None, bool], Pack] = {}
         for pack in self.packs:
             for layer in pack.layers:
-                packs.setdefault((layer.role, pack.layers[0].block, layer.expert), pack)
+                key = (layer.role, pack.layers[0].block, layer.expert, layer.is_cross_attention)
+                packs.setdefault(key, pack)
         return packs
 
 
@@ -333,9 +336,16 @@ def contents_of(
         norm_biases=with_bias,
         loose=(
             *((entry.name, entry.shape) for entry in model_map.unmapped if entry.name not in unread),
+            *_logit_bias(model_map),
             *(model_map.sentence.tensors.items() if model_map.sentence else ()),
         ),
     )
+
+
+def _logit_bias(model_map: ModelMap) -> Iterator[tuple[str, tuple[int, ...]]]:
+    head = next((layer for layer in model_map.layers if layer.role is Role.LM_HEAD), None)
+    if model_map.logit_bias and head:
+        yield model_map.logit_bias, (1, head.out_features)
 
 
 def _pack(model_map: ModelMap, formats: Mapping[str, Format | None]) -> tuple[Pack, ...]:

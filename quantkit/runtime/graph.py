@@ -21,6 +21,10 @@ Kind = Literal["decoder", "encoder", "static", "traced", "encoder_decoder"]
 MODEL_FILE = "model.onnx"
 PROMPT_FILE, DECODE_FILE = "prompt.onnx", "decode.onnx"  # of a decoder whose shapes are fixed
 ENCODER_FILE = "encoder_model.onnx"
+FIRST_FILE, LATER_FILE = (
+    "decoder_model.onnx",
+    "decoder_with_past_model.onnx",
+)  # of a decoder behind an encoder
 PAST, PRESENT = "past_key_values", "present"
 # From 1.32 on, onnxruntime would round inputs of 16 bits to 8 in products whose weights are integers.
 INPUTS_AS_WRITTEN = ("session.qdq_matmulnbits_accuracy_level", "1")

@@ -22,6 +22,8 @@ from quantkit.files import read_json
 from quantkit.runtime.generate import RowByRow
 from quantkit.runtime.graph import (
     ENCODER_FILE,
+    FIRST_FILE,
+    LATER_FILE,
     PAST,
     PRESENT,
     Floats,
@@ -34,8 +36,6 @@ from quantkit.runtime.graph import (
 )
 from quantkit.runtime.tokenizer import token_ids
 
-FIRST_FILE = "decoder_model.onnx"
-LATER_FILE = "decoder_with_past_model.onnx"
 FIRST_TOKEN_KEYS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")  # the first that is set
 FLOAT_BYTES = 4
 Values = dict[str, Any]  # name -> OrtValue

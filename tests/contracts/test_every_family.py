@@ -167,7 +167,9 @@ class TestEveryFamily:
         depth = sum(block.calls for block in subject.map.blocks)
         config = subject.model.config
         assert depth == config.num_hidden_layers * (config.inner_group_num if family == "albert" else 1) + (
-            config.num_decoder_layers if subject.map.is_encoder_decoder else 0
+            getattr(config, "num_decoder_layers", getattr(config, "decoder_layers", 0))
+            if subject.map.is_encoder_decoder
+            else 0
         )
 
     def test_norms_feed_what_they_say(self, family, variant):
@@ -351,7 +353,7 @@ class TestEveryFamily:
         if subject.map.picture:
             first = next(norm for norm in subject.map.norms if norm.block)
             assert subject.map.context == subject.calls(first.name)[0][0].shape[1]
-        if row.scales_embedding or row.embedding_multiplier:
+        if row.scales_embedding is True or row.embedding_multiplier:
             tokens = subject.inputs["input_ids"]
             name = subject.map.embeddings[0].name
             plain = subject.module(name).weight[tokens]
@@ -361,6 +363,18 @@ class TestEveryFamily:
             factor = getattr(subject.model.config, field) if field else math.sqrt(subject.map.hidden_size)
             assert subject.map.embedding_scale == pytest.approx(factor)
             torch.testing.assert_close(given, plain * subject.map.embedding_scale, rtol=1e-6, atol=1e-6)
+        elif row.scales_embedding:  # by the config, and positions are added
+            tables = {e.kind: e.name for e in subject.map.embeddings if "decoder." not in e.name}
+            tokens = subject.inputs["input_ids"]
+            plain = subject.module(tables["token"]).weight[tokens]
+            rows = slice(row.position_offset, row.position_offset + tokens.shape[1])
+            norms = [n.name for n in subject.map.norms if n.place in ("embedding", "before_attention")]
+            embedding = [name for name in norms if name.endswith("layernorm_embedding")]
+            first = (embedding or norms or [subject.map.layers[0].matrix])[0]
+            factor = math.sqrt(subject.map.hidden_size) if subject.model.config.scale_embedding else None
+            assert subject.map.embedding_scale == factor
+            expected = plain * (factor or 1) + subject.module(tables["position"]).weight[rows]
+            torch.testing.assert_close(subject.calls(first)[0][0], expected, rtol=1e-6, atol=1e-6)
         else:
             assert subject.map.embedding_scale is None
 

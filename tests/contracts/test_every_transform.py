@@ -58,6 +58,8 @@ NOT_ROTATED = {
     ("distilbert", 0): "post-norm",
     ("albert", 0): "post-norm",
     ("albert", 1): "post-norm",
+    **{(name, variant): "post-norm" for name in ("bart", "marian") for variant in (0, 1)},
+    **{("mbart", variant): "layernorm_embedding" for variant in (0, 1)},
     ("quantkit_reference", 2): "post-norm",
     ("quantkit_reference", 3): "sandwich",
     ("quantkit_one_wide", 0): "shared",
@@ -70,6 +72,7 @@ NOT_ROTATED |= dict.fromkeys(TOWERS, "without a language-model head")
 FORBIDDEN = {
     **{("hadamard", *case): reason for case, reason in NOT_ROTATED.items()},
     ("fold", "opt", 1): "post-norm",
+    **{("fold", name, variant): "post-norm" for name in ("bart", "marian") for variant in (0, 1)},
     ("fold", "quantkit_reference", 2): "post-norm",
     ("fold", "ws_ffn", 1): "post-norm",
     **{(name, "olmo", variant): "no gain" for name in ("fold", "hadamard") for variant in (0, 1)},

@@ -306,9 +306,9 @@ def test_wrong_input_is_one_line(cache, tmp_path):
 
 
 def test_what_an_architecture_cannot_take_is_refused_before_any_work(cache, tmp_path):
-    build_tiny("T5ForConditionalGeneration", dict(FAMILIES["t5"].tiny)).save_pretrained(tmp_path / "t5")
+    build_tiny("BloomForCausalLM", dict(FAMILIES["bloom"].tiny)).save_pretrained(tmp_path / "bloom")
     build_tiny("BertForMaskedLM", dict(FAMILIES["bert"].tiny)).save_pretrained(tmp_path / "bert")
     common = ("--min-dim", "1", "--no-eval", "-o", str(tmp_path / "out"))
-    assert "traced" in refused(cache, "quantize", tmp_path / "t5", *common, "--transform", "smoothquant")
+    assert "traced" in refused(cache, "quantize", tmp_path / "bloom", *common, "--transform", "smoothquant")
     assert "needs a decoder" in refused(cache, "quantize", tmp_path / "bert", *common, "--max-kl", "0.01")
     assert "fused graph" in refused(cache, "quantize", tmp_path / "bert", *common, "--cache", "int8")

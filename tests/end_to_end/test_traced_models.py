@@ -1,4 +1,4 @@
-"""Models that are traced, as a user runs them: measured, reported, and answering on the command line."""
+"""Traced models and encoder-decoders as a user runs them: measured, reported, answering."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from quantkit.runtime.machine.facts import cache_bytes
 from quantkit.runtime.tokenizer import open_text
 
 REASON = why_not_trace()
-pytestmark = pytest.mark.skipif(
+needs_optimum = pytest.mark.skipif(
     bool(REASON), reason=f"optimum-onnx does not run beside transformers {transformers.__version__}: {REASON}"
 )
-NAMES = ("bloom", "t5")
+NAMES = (pytest.param("bloom", marks=needs_optimum), "t5")
 DEMO = Path(str(resources.files("quantkit") / "assets" / "demo"))
 RECIPE = "select: {min_dim: 1}\nmeasure: {seconds: 1.0, max_tokens: 400, window: 100, threads: 1}\n"
 CHANGES = {"vocab_size": 4096, "decoder_start_token_id": 0, "eos_token_id": None}

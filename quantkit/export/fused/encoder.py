@@ -143,7 +143,7 @@ class FusedEncoder(FusedOperators):
     def bias(self, window: int | None) -> str:
         """Added to the scores of every row alike, [1, heads or 1, queries, keys]; empty for nothing."""
         if window not in self.biases:
-            by_distance = self.model_map.position_bias
+            by_distance = self.model_map.position_bias_of("encoder")
             parts = [self.position_bias(by_distance)] if by_distance else []
             parts += [self.window_bias(window)] if window else []
             parts += [self.causal_bias()] if self.model_map.blocks[0].attentions[0].is_causal else []

@@ -214,7 +214,7 @@ class StaticOperators:
         scores = graph.op("MatMul", query, turned, name=f"{name}/scores")
         if facts.softcap:
             scores = self.softcap(scores, facts.softcap, f"{name}/softcap")
-        if self.model_map.position_bias:
+        if self.model_map.position_biases:
             scores = graph.op("Add", scores, self.position_bias(), name=f"{name}/biased")
         mask = self.causal_mask(group) if facts.is_causal and tokens > 1 else self.shown
         if facts.window and not facts.is_causal and facts.window < tokens:
@@ -303,8 +303,7 @@ class StaticOperators:
 
     def position_bias(self) -> str:
         """Added to scores, [1, heads, tokens, tokens]; a constant."""
-        bias = self.model_map.position_bias
-        assert bias is not None
+        (bias,) = self.model_map.position_biases
         entry = next(entry for entry in self.contents.tables if entry.table.name == bias.table)
         reach, table = bias.max_distance, table_values(self.graph.checkpoint, entry)
         places = np.clip(self.distances(), -reach, reach) + reach

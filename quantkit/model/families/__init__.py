@@ -47,6 +47,7 @@ from quantkit.model.families.decoders import (
     STABLELM,
     STARCODER2,
 )
+from quantkit.model.families.encoder_decoders import BART, MARIAN, MBART, MT5, PEGASUS, T5
 from quantkit.model.families.encoders import (
     ALBERT,
     BERT,
@@ -56,7 +57,6 @@ from quantkit.model.families.encoders import (
     MODERNBERT,
     MPNET,
     ROBERTA,
-    T5,
 )
 from quantkit.model.families.own import ONE_WIDE, REFERENCE, WS_FFN
 from quantkit.model.families.pictures import (
@@ -78,7 +78,8 @@ FAMILIES: dict[str, Family] = {
         *(COHERE, COHERE2, HELIUM, ERNIE, GLM, GLM4, GPTJ, CODEGEN, GPT_BIGCODE, FALCON),
         *(OLMO, OLMO2, OLMO3, EXAONE4),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
-        *(BERT, ROBERTA, MPNET, ELECTRA, DEBERTA_V2, MODERNBERT, DISTILBERT, ALBERT, T5),
+        *(BERT, ROBERTA, MPNET, ELECTRA, DEBERTA_V2, MODERNBERT, DISTILBERT, ALBERT),
+        *(T5, MT5, BART, MBART, MARIAN, PEGASUS),
         *(VIT, DEIT, DINOV2, CLIP_VISION, CLIP_TEXT, SIGLIP_VISION, SIGLIP_TEXT),
         *(REFERENCE, ONE_WIDE, WS_FFN),
     )

@@ -1,4 +1,4 @@
-"""Rows of the families that read a whole text: encoders, and T5, which writes with what it read."""
+"""Rows of the encoders: families that read a whole text at once."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ MPNET = Family(
     counts_from_padding=True,
     padding_id=1,
     is_causal_by_config=True,
-    position_bias=PositionBias(table="encoder.relative_attention_bias", num_buckets=32, max_distance=128),
+    position_biases=(
+        PositionBias(table="encoder.relative_attention_bias", num_buckets=32, max_distance=128),
+    ),
     tiny_class="MPNetForMaskedLM",
     tiny=BERT_TINY,
 )
@@ -331,60 +333,4 @@ ALBERT = Family(
     tiny_class="AlbertForMaskedLM",
     tiny={**BERT_TINY, "embedding_size": 16, "num_hidden_layers": 4},
     variants=({"num_hidden_groups": 2, "inner_group_num": 2},),
-)
-
-
-def t5_stack(kind: str) -> Stack:
-    """T5 numbers its sublayers; the decoder has cross attention between the two."""
-    is_decoder = kind == "decoder"
-    ffn = "layer.2" if is_decoder else "layer.1"
-    attention, cross = "layer.0.SelfAttention", "layer.1.EncDecAttention"
-    return Stack(
-        path=f"{kind}.block.*",
-        kind=kind,
-        projections={
-            **{f"{attention}.{name}": (role,) for name, role in zip("qkvo", (Q, K, V, OUT), strict=True)},
-            f"{ffn}.DenseReluDense.wi": (UP,),
-            f"{ffn}.DenseReluDense.wi_0": (GATE,),
-            f"{ffn}.DenseReluDense.wi_1": (UP,),
-            f"{ffn}.DenseReluDense.wo": (DOWN,),
-        },
-        cross_projections={
-            f"{cross}.{name}": (role,)
-            for name, role in zip("qkvo", (Q, K, V, OUT), strict=True)
-            if is_decoder
-        },
-        norms={
-            "layer.0.layer_norm": NormRow(
-                NormPlace.BEFORE_ATTENTION, tuple(f"{attention}.{name}" for name in "qkv")
-            ),
-            **(
-                {"layer.1.layer_norm": NormRow(NormPlace.BEFORE_CROSS_ATTENTION, (f"{cross}.q",))}
-                if is_decoder
-                else {}
-            ),
-            f"{ffn}.layer_norm": NormRow(
-                NormPlace.BEFORE_FFN, tuple(f"{ffn}.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1"))
-            ),
-        },
-        activation=f"{ffn}.DenseReluDense.act",
-    )
-
-
-T5 = Family(
-    name="t5",
-    model_types=("t5", "mt5"),
-    stacks=(t5_stack("encoder"), t5_stack("decoder")),
-    embeddings={"shared": TOKEN},
-    outer_norms={
-        "encoder.final_layer_norm": NormRow(NormPlace.FINAL, feeds_cross_attention=True),
-        "decoder.final_layer_norm": FINAL_NORM,
-    },
-    norm_kind=NormKind.RMS_NORM,
-    placement=NormPlacement.PRE,
-    position=PositionKind.RELATIVE,
-    scales_tied_head=ByConfig(key="scale_decoder_outputs", absent=True, values={True: True, False: False}),
-    tiny_class="T5ForConditionalGeneration",
-    tiny={"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-    variants=({"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},),
 )

@@ -61,7 +61,8 @@ class NormRow:
     feeds: tuple[str, ...] = ()
     feeds_next_block: tuple[str, ...] = ()  # modules of the block that runs next; of an outer norm: the first
     feeds_head: bool = False  # the output projection; of a norm in a block: the last block's norm alone
-    feeds_cross_attention: bool = False  # keys and values of every cross attention
+    # Keys and values of every cross attention; of a norm in a block: the last block's norm alone.
+    feeds_cross_attention: bool = False
     feeds_every_block: tuple[str, ...] = ()  # modules of every block of the first stack
     feeds_alone: str | None = None  # the only reader in models that have this module
 
@@ -124,17 +125,20 @@ class Family:
     # Fused rows lie end to end, or once for each head of keys, or in this number of parts.
     fused_rows: Literal["end to end", "by head"] | int | ByConfig = "end to end"
     norm_gain_offset: float = 0.0  # the gain is offset + weight
-    scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
+    scales_embedding: bool | ByConfig = False  # embeddings are multiplied by sqrt(hidden)
     # Config fields with factors: of embeddings, of each sublayer's output, and of the logits.
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     logit_multiplier: str | None = None
     logit_divisor: str | None = None
     scales_tied_head: bool | ByConfig = False  # a tied head reads its input times 1 / sqrt(hidden)
+    scales_tied_head_until: int | None = None  # the major version of transformers that leaves this out
     position_offset: int = 0  # rows before the first position
     counts_from_padding: bool = False  # positions begin behind row `pad_token_id`, and padding has that row
     padding_id: int | None = None  # that row, where the class itself says it; None: config.pad_token_id
-    position_bias: PositionBias | None = None  # the name of its table is relative
+    # Names of tables are relative. By config: as many rows as the table has, up to a distance in the config.
+    position_biases: tuple[PositionBias, ...] = ()
+    position_biases_by_config: bool = False
     distance_table: str | None = None  # rows for distances that queries and keys of each block are made of
     # Which layers have config.sliding_window; "own": each attention has one of its own, to both sides.
     windows: Literal["none", "every layer", "layer_types", "own"] = "none"
@@ -147,6 +151,7 @@ class Family:
     softcaps_logits: bool = False  # by config.final_logit_softcapping
     # The module, or the config field, of a non-linearity in a task's head that config sets apart.
     head_activation: str | None = None
+    logit_bias: str | None = None  # a buffer that is added to the logits
     reads_mean: bool | ByConfig = False  # a sequence classifier reads the mean of all tokens
     picture: PictureRow | None = None  # of families that read pictures
     is_causal: bool = False  # later tokens are hidden, though the stack is an encoder

@@ -25,8 +25,10 @@ from quantkit.errors import InputError
 from quantkit.export.check import Placement, check_models, held_bytes
 from quantkit.export.decoder import why_not
 from quantkit.export.encoder import fills_texts, vector_output, why_not_encoder
+from quantkit.export.encoder_decoder import why_not_encoder_decoder
 from quantkit.export.fused.decoder import emit_decoder, why_not_fused
 from quantkit.export.fused.encoder import emit_encoder
+from quantkit.export.fused.encoder_decoder import emit_encoder_decoder
 from quantkit.export.genai import CONFIG_FILE, genai_config
 from quantkit.export.graph import LEAST_OUTSIDE, ModelProto, described_bytes, load, save
 from quantkit.export.half import to_half
@@ -104,7 +106,7 @@ class Exported:
     """A written model, read again and checked against its plan."""
 
     folder: Path
-    kind: str  # "decoder", "encoder" or "traced"
+    kind: str  # "decoder", "encoder", "encoder_decoder" or "traced"
     paths: tuple[Path, ...]  # of the graphs
     contents: Contents
     placement: Placement
@@ -120,7 +122,7 @@ class Exported:
 
 
 def kind_of(model_map: ModelMap, target: Target = TARGETS[DEFAULT_TARGET]) -> str:
-    """How a model is exported: as an emitted "decoder" or "encoder", or "traced"."""
+    """How a model is exported: as an emitted "decoder", "encoder" or "encoder_decoder", or "traced"."""
     if model_map.model_type in TWO_TOWERS:
         vision, text = TWO_TOWERS[model_map.model_type]
         raise InputError(
@@ -143,7 +145,10 @@ def kind_of(model_map: ModelMap, target: Target = TARGETS[DEFAULT_TARGET]) -> st
             allowed="decoders with causal attention, and encoders such as BERT",
             next_step="use a model of one of these kinds; no graph here has such a mask",
         )
-    return "encoder" if why_not_encoder(model_map) is None else "traced"
+    if why_not_encoder(model_map) is None:
+        return "encoder"
+    is_pair = not target.is_static and not target.is_half and why_not_encoder_decoder(model_map) is None
+    return "encoder_decoder" if is_pair else "traced"
 
 
 def projection_formats(
@@ -174,8 +179,7 @@ def export_dynamic(job: ExportJob, folder: Path, *, count: Count = lambda _: Non
     if kind == "traced":
         graphs, keeps_outside = _trace(job, contents, checkpoint, graph_metadata(job, contents, kind))
     else:
-        graph, keeps_outside = emit(job, kind, contents, checkpoint)
-        graphs = {MODEL_FILE: graph}
+        graphs, keeps_outside = emit(job, kind, contents, checkpoint)
     planned = _planned_bytes(contents, graphs.values(), job.profile, checkpoint if keeps_outside else None)
     for name, graph in graphs.items():
         save(graph, folder / name)
@@ -233,18 +237,27 @@ def _planned_bytes(
     return stored + constants + sum(described_bytes(graph) for graph in graphs)
 
 
-def emit(job: ExportJob, kind: str, contents: Contents, checkpoint: Checkpoint) -> tuple[ModelProto, bool]:
-    """(the graph of a decoder or encoder, whether the checkpoint stays beside it)."""
+def emit(
+    job: ExportJob, kind: str, contents: Contents, checkpoint: Checkpoint
+) -> tuple[dict[str, ModelProto], bool]:
+    """(the fused graphs by file name, whether the checkpoint stays beside them)."""
+    metadata = graph_metadata(job, contents, kind)
+    if kind == "encoder_decoder":
+        graphs = emit_encoder_decoder(
+            job.model_map, contents, checkpoint, target=job.profile, metadata=metadata
+        )
+        return graphs, True
     keeps_outside = checkpoint.path.stat().st_size > job.single_file_bytes
     graph = (emit_decoder if kind == "decoder" else emit_encoder)(
         job.model_map,
         contents,
         checkpoint,
         target=job.profile,
-        metadata=graph_metadata(job, contents, kind),
+        metadata=metadata,
         keeps_weights_outside=keeps_outside,
     )
-    return to_half(graph, checkpoint.path.parent) if job.profile.is_half else graph, keeps_outside
+    graph = to_half(graph, checkpoint.path.parent) if job.profile.is_half else graph
+    return {MODEL_FILE: graph}, keeps_outside
 
 
 def expected_bytes(job: ExportJob) -> int:
@@ -254,8 +267,9 @@ def expected_bytes(job: ExportJob) -> int:
     with reserved(job, contents) as checkpoint:
         if kind == "traced":
             return planned_bytes(contents.tensors())
-        graph, keeps_outside = emit(job, kind, contents, checkpoint)
-        return int(graph.ByteSize()) + (checkpoint.path.stat().st_size if keeps_outside else 0)
+        graphs, keeps_outside = emit(job, kind, contents, checkpoint)
+        weights = checkpoint.path.stat().st_size if keeps_outside else 0
+        return sum(int(graph.ByteSize()) for graph in graphs.values()) + weights
 
 
 def companion_bytes(source: Source, model_map: ModelMap, target_name: str) -> int:

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.model.examples import inputs_of
 from quantkit.model.names import modules_by_name
 from quantkit.model.weights.torch_model import torch_model
 from quantkit.pipeline.stages.calibration_text import calibration_windows
 from quantkit.pipeline.stages.prepare import QUICK_LENGTH, QUICK_WINDOWS, Prepared
 from quantkit.pipeline.stages.write import Written
-from quantkit.quantization.calibration.replay import head_left_out
+from quantkit.quantization.calibration.replay import forward, head_left_out
 from quantkit.quantization.grid import Floats
 from quantkit.quantization.modules import watching_inputs
 from quantkit.quantization.rounding.apply import input_grid
@@ -71,5 +70,5 @@ def _watched(prepared: Prepared, matrices: set[str]) -> Samples:
         module = torch_model(resolved.source, model_map, prepared.weights, streams=True)
         watched = {name: child for name, child in modules_by_name(module).items() if name in matrices}
         with watching_inputs(watched, reading), torch.inference_mode(), head_left_out(module):
-            module(**inputs_of(windows_NT))
+            forward(module, windows_NT)
     return {name: np.concatenate(parts) for name, parts in inputs.items()}

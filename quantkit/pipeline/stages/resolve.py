@@ -60,7 +60,7 @@ class Resolved:
 
     recipe: Recipe
     source: Source
-    kind: str  # of the export: "decoder", "encoder" or "traced"
+    kind: str  # of the export: "decoder", "encoder", "encoder_decoder" or "traced"
     model_map: ModelMap
     weights: TensorSource
     plan: Plan
@@ -217,7 +217,7 @@ def smooths_by_default(recipe: Recipe, model_map: ModelMap, kind: str) -> bool:
 
     An encoder's inputs take a `Mul` more for it, which buys nothing between values of 16 bits (docs/log.md).
     """
-    kinds = ("decoder",) if TARGETS[recipe.target].is_static else ("decoder", "encoder")
+    kinds = ("decoder",) if TARGETS[recipe.target].is_static else ("decoder", "encoder", "encoder_decoder")
     return kind in kinds and not recipe.random_weights and bool(smoothable(model_map))
 
 

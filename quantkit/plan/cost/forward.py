@@ -305,7 +305,7 @@ def _attention_rows(
     rows.append(product(f"{label}scores", "scores", scores, input_shape=queries, input_elements=read))
     if attention.softcap:
         rows.append(step("attention softcap", "softcap", scores))
-    has_bias = attention.position in POSITION_BIASES or scope.run.model.position_bias is not None
+    has_bias = attention.position in POSITION_BIASES or bool(scope.run.model.position_biases)
     if has_bias and not attention.is_cross:
         read = math.prod(scores) + math.prod(scores[1:])  # one bias for the whole batch
         rows.append(step("position bias", "add", scores, operands=2, input_elements=read))

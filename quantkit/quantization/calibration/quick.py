@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.model.examples import inputs_of
 from quantkit.model.model_map import ModelMap
 from quantkit.model.names import modules_by_name
-from quantkit.quantization.calibration.replay import head_left_out
+from quantkit.quantization.calibration.replay import forward, head_left_out
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.modules import watching_inputs
 
@@ -47,5 +46,5 @@ def quick_magnitudes(
     named = modules_by_name(module)
     watched = {name: child for name, child in named.items() if name in matrices}
     with watching_inputs(watched, reading), torch.inference_mode(), head_left_out(module):
-        module(**inputs_of(tokens_BT))
+        forward(module, tokens_BT)
     return {name: value_I.numpy() for name, value_I in magnitudes.items()}

@@ -36,6 +36,7 @@ NEEDED_ROLES = (
     Role.FFN_UP,
     Role.FFN_DOWN,
 )
+AFTER_SUBLAYERS = (NormPlace.AFTER_ATTENTION, NormPlace.AFTER_CROSS_ATTENTION, NormPlace.AFTER_FFN)
 POSITION_BIASES = (PositionKind.ALIBI, PositionKind.RELATIVE)  # of each head
 OF_THE_RESIDUAL = "a norm's input is the residual: permute or rotate that space"
 TIED = "the head shares the token table with the embedding, so a change of one is a change of the other"
@@ -137,7 +138,7 @@ def _reason_against_scales(
         "it has no gain that could take the scales": not norm.num_parameters,
         f"a post-norm: its output also is {stream}": placements.get(norm.block or "") is NormPlacement.POST,
         f"it normalises a sublayer's output, which is added to {stream}": (
-            not readers and norm.place in (NormPlace.AFTER_ATTENTION, NormPlace.AFTER_FFN)
+            not readers and norm.place in AFTER_SUBLAYERS
         ),
         f"it normalises the embedding: its output is {stream}": (
             norm.place is NormPlace.EMBEDDING and (not readers or is_read_inside)
@@ -177,7 +178,7 @@ def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
             if norm.block == block.name and norm.features > attention.head_dim
         ]
         has_wide_norm = any(norm.place is NormPlace.QUERY for norm in wide)
-        has_bias = model_map.position_bias is not None or attention.position in POSITION_BIASES
+        has_bias = bool(model_map.position_biases) or attention.position in POSITION_BIASES
         yield _value_heads(
             block, attention, members, stray, has_wide_norm=has_wide_norm, has_position_bias=has_bias
         )
