@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import webbrowser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,6 +118,7 @@ def quantize(
     keep_checkpoint: Annotated[
         bool, typer.Option("--keep-checkpoint", help="keep the quantized safetensors of a small model too")
     ] = False,
+    opens: Annotated[bool, typer.Option("--open", help="open report.html in the browser")] = False,
     plans_only: Annotated[
         bool, typer.Option("--dry-run", help="show decisions, size, minutes and memory; write nothing")
     ] = False,
@@ -132,6 +134,7 @@ def quantize(
     from quantkit.report.document import report_json
     from quantkit.report.quantization import brief_page, quantization_page
     from quantkit.report.tables import print_page
+    from quantkit.report.web_page import PAGE_FILE
 
     options = Options(
         min_dim=parse_size(min_dim),
@@ -187,6 +190,8 @@ def quantize(
     else:
         print_page(quantization_page(document) if verbose else brief_page(document))
         typer.echo(f"artifact: {artifact.folder}\nreport:   {artifact.folder / 'report.md'}, .html")
+    if opens:
+        webbrowser.open((artifact.folder / PAGE_FILE).resolve().as_uri())
     finish(artifact.report.is_sound and not artifact.report.failures)
 
 

@@ -22,7 +22,7 @@ from quantkit.evaluation.latency import SETTLING_SECONDS, Budget
 from quantkit.evaluation.measure import MAX_RUNS, timed_lengths
 from quantkit.evaluation.pictures import picture_paths
 from quantkit.evaluation.samples import NEW_TOKENS, NUM_PROMPTS, NUM_TEXTS, PROMPT_TOKENS, TEXT_TOKENS
-from quantkit.evaluation.text import RANDOM_TOKENS, encoded_text
+from quantkit.evaluation.text import RANDOM_TOKENS, bundled_questions, encoded_text
 from quantkit.model.model_map import ModelMap
 from quantkit.pipeline.rates import Rates
 from quantkit.pipeline.stages.export import ExportJob, dynamic_contents, float_bytes
@@ -47,7 +47,7 @@ from quantkit.quantization.transforms.strengths import NUM_ROWS
 from quantkit.runtime.machine.cache import machine_key
 from quantkit.runtime.machine.facts import read_cpu
 from quantkit.runtime.machine.throughput import read_cache
-from quantkit.runtime.tokenizer import TOKENIZER_FILE
+from quantkit.runtime.tokenizer import TOKENIZER_FILE, open_text
 
 # Passes of numpy's, torch's and onnxruntime's functions over each value of a tensor.
 READ = 1  # from a file, as float32
@@ -308,6 +308,7 @@ def _accuracy(sizes: Sizes) -> Iterator[Stage]:
         read = sum(span.end - span.begin for span in windows(tokens, window=length, stride=stride))
     outputs = (sizes.model_map.vocab_size if is_decoder else sizes.model_map.hidden_size) or 0
     work = sizes.forward(read, length) + sizes.quantized(read, length)
+    work += _rankings(sizes)
     work += Work(passes=(2 * LOAD + READ) * weights + SCORE * tokens * outputs)
     held = sizes.model_bytes + 2 * sizes.float_bytes + sizes.source_bytes
     held += 4 * 4 * length * outputs + sizes.block_bytes(length, length)
@@ -321,6 +322,20 @@ def _accuracy(sizes: Sizes) -> Iterator[Stage]:
     steps = NEW_TOKENS if is_decoder else 0
     answers = sizes.forward(2 * num_read, PROMPT_TOKENS) + _steps(sizes, NUM_PROMPTS) * steps
     yield Stage(name="answers", work=answers, held_bytes=sizes.model_bytes + sizes.float_bytes)
+
+
+def _rankings(sizes: Sizes) -> Work:
+    """Bundled questions and passages, each a text of its own, of a model of sentences."""
+    resolved = sizes.prepared.resolved
+    folder = resolved.source.folder
+    if sizes.model_map.sentence is None or folder is None or resolved.recipe.random_weights:
+        return Work()
+    passages, questions = bundled_questions()
+    encode = open_text(folder).encode
+    lengths = [len(encode(text)) for text in (*(question for question, _ in questions), *passages)]
+    tokens = min(sum(lengths), resolved.recipe.measure.max_tokens)
+    length = sizes.within(max(1, sum(lengths) // len(lengths)))
+    return sizes.forward(tokens, length) + sizes.quantized(tokens, length)
 
 
 def _by_category(sizes: Sizes, folder: Path, context: int) -> Work:

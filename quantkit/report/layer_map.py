@@ -61,6 +61,8 @@ def layer_map(document: Json) -> LayerMap | None:
         return None
     key, error_name = error_of(layers)
     values = [layer[key] for layer in layers if layer.get(key)]
+    # A head in finer blocks would leave the blocks one shade.
+    values = [layer[key] for layer in layers if layer.get(key) and layer.get("block")] or values
     span = (min(values), max(values)) if values else None
     names = sorted({layer["format"] for layer in layers if layer.get("format")}, key=_coarseness)
     steps = {name: int((index + 0.5) / len(names) * STEPS) for index, name in enumerate(names)}

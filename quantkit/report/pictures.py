@@ -119,7 +119,7 @@ def scatter(
 ) -> Scatter:
     """Points, and a line: the given one, or through the points that no other beats in both."""
     if line is None:
-        line = _frontier(points)
+        line = frontier(points)
     x = _axis([point.x for point in points] + [place for place, _ in line], LEFT, WIDTH - RIGHT)
     heights = [point.y for point in points] + [height for _, height in line] + ([limit[0]] if limit else [])
     y = _axis(heights, HEIGHT - BOTTOM, TOP)
@@ -136,7 +136,8 @@ def scatter(
     )
 
 
-def _frontier(points: Sequence[Point]) -> list[tuple[float, float]]:
+def frontier(points: Sequence[Point]) -> list[tuple[float, float]]:
+    """The points that no other beats in both."""
     line: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: (point.x, point.y)):
         if not line or point.y < line[-1][1]:

@@ -20,6 +20,7 @@ from quantkit.report.comparison import METRICS, Comparison, comparison_page, sho
 from quantkit.report.figures import figures, megabytes
 from quantkit.report.histograms import PackPictures, pack_pictures
 from quantkit.report.inspection import plan_lines
+from quantkit.report.known_points import known_points_picture
 from quantkit.report.layer_map import LayerMap, layer_map, layer_table
 from quantkit.report.losses import budget_line, formats_text, loss_lines, loss_tables, scheme_text
 from quantkit.report.measurements import (
@@ -89,7 +90,7 @@ def report_html(document: Json) -> str:
     judgement = document.get("judgement")
     verdict = judgement["verdict"] if judgement else "none"
     has_layers, roofline = bool(document.get("layers")), document.get("roofline")
-    searched = _search_picture(document.get("search"))
+    searched = _search_picture(document.get("search")) or known_points_picture(document)
     page = WebPage(
         title=document["model"],
         kicker="Quantization report",

@@ -118,7 +118,7 @@ def test_a_column_of_numbers_sorts_in_both_directions(open_page):
 def test_a_point_of_the_search_answers_too(open_page):
     page = open_page()
     page.locator("circle.chosen").first.focus()  # the next are those of the roofline
-    assert page.locator("#tip").inner_text().startswith("step 4, chosen\n4.00 MB of projections")
+    assert page.locator("#tip").inner_text().startswith("step 4, chosen\n1 x int4\n4.00 MB of projections")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from test_quantization import BARE, FULL
@@ -21,6 +22,7 @@ from quantkit.quantization.search import Candidate, Loss, SearchResult
 from quantkit.report.comparison import compare_reports
 from quantkit.report.document import Part, PlannedLayer, report_json
 from quantkit.report.histograms import pack_pictures
+from quantkit.report.known_points import ASSET, known_points_picture
 from quantkit.report.layer_map import layer_map
 from quantkit.report.pictures import Point, scatter
 from quantkit.report.roofline import roofline_picture, roofline_table
@@ -206,6 +208,27 @@ def test_the_page_answers_in_the_order_of_the_questions():
     places = [page.find(word) for word in words]
     assert -1 not in places, dict(zip(words, places, strict=True))
     assert places == sorted(places)
+
+
+def test_an_artifact_stands_beside_schemes_as_measured_on_a_released_model():
+    measured = Path(__file__).parents[2] / "docs" / "benchmarks" / "real.json"
+    rows = json.loads(measured.read_text(encoding="utf-8"))["models"]["smollm2-135m-instruct"]
+    known = json.loads(ASSET.read_text(encoding="utf-8"))["schemes"]
+    assert len(known) == 8
+    for name, point in known.items():
+        row = rows["default" if name == "int8_block32" else name]
+        assert point == {"bytes": row["bytes"], "kl_divergence": row["accuracy"]["prose"]["kl_divergence"]}
+    report = deep_report(3)
+    report = replace(report, search=None, size=replace(report.size, reference_bytes=500_000_000))
+    document = report_json(report)
+    picture = known_points_picture(document)
+    *_, own = picture.points
+    size = document["size"]
+    assert own.x == pytest.approx(size["artifact_bytes"] / size["reference_bytes"])
+    assert own.y == document["accuracy"]["kl_divergence"]
+    assert [point.is_chosen for point in picture.points] == [False] * 8 + [True]
+    assert "Size and KL divergence beside the schemes" in page_of(report)
+    assert known_points_picture({**document, "accuracy": {}}) is None
 
 
 def test_a_search_names_its_formats_in_place_of_the_scheme():
