@@ -62,7 +62,7 @@ from quantkit.model.rope import read_ropes
 from quantkit.model.sentence import require_width
 from quantkit.model.unknown.observe import observe, summary
 from quantkit.model.unknown.probes import curve_of, norm_kind_of
-from quantkit.model.weights.open import header_notes
+from quantkit.model.weights.open import header_notes, stores
 
 NORM_CLASS = re.compile(r"Norm", re.IGNORECASE)
 
@@ -79,6 +79,8 @@ def inspect_source(source: Source) -> ModelMap:
     module = build_on_meta(source)
     with reading(source.name, "its config contradicts itself", next_step="correct config.json"):
         model_map = map_module(module, name=source.name)
+    if model_map.logit_bias and source.folder and not stores(source, module, model_map.logit_bias):
+        model_map = replace(model_map, logit_bias=None)  # published BART leaves out a bias of zeros
     if source.sentence:
         require_width(source.sentence, model_map.hidden_size, source.name)
     return replace(

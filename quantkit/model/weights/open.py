@@ -163,6 +163,14 @@ def require_complete(source: Source, model_map: ModelMap) -> None:
     require_names(open_tensors(source, build_on_meta(source)), names, source.name)
 
 
+def stores(source: Source, module: nn.Module, name: str) -> bool:
+    """Whether the source's folder holds this tensor; a folder without weights may."""
+    if why_not_read(source.quantization):
+        return True
+    matched = read_checkpoint(source, module).matched
+    return not matched or name in matched
+
+
 def header_notes(source: Source, module: nn.Module) -> list[str]:
     """Tensors that are missing or not used; a reason instead where the weights cannot be read."""
     reason = why_not_read(source.quantization)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -224,8 +225,13 @@ def _planned_bytes(
     floats = (
         planned_bytes(spec for spec in contents.tensors() if spec.dtype == "F32") if target.is_half else 0
     )
-    small = [spec for spec in contents.tensors() if spec.num_bytes < LEAST_OUTSIDE]
-    copied = floats // 2 if target.is_half else planned_bytes(small)  # from the checkpoint into the graph
+    holders = Counter(tensor.name for graph in graphs for tensor in graph.graph.initializer)
+    small = sum(
+        spec.num_bytes * max(1, holders[spec.name])
+        for spec in contents.tensors()
+        if spec.num_bytes < LEAST_OUTSIDE
+    )
+    copied = floats // 2 if target.is_half else small  # from the checkpoint into each graph
     stored = beside.path.stat().st_size + copied if beside else tensors - floats // 2
     names = {spec.name for spec in contents.tensors()}
     constants = sum(
