@@ -152,7 +152,8 @@ def run(
 
 
 def _read_by_workers(resolved: Resolved) -> tuple[Path, ...]:
-    return tuple(path for path in (resolved.source.folder, resolved.source.file) if path)
+    path = resolved.source.file or resolved.source.folder  # a GGUF file's folder is of this process alone
+    return (path,) if path else ()
 
 
 def resolved_run(

@@ -48,16 +48,16 @@ def described(quantization: Mapping[str, Any]) -> str:
         kind = quantization.get("bnb_4bit_quant_type", "nf4") if quantization.get("load_in_4bit") else "INT8"
         return f"bitsandbytes, {kind}"
     sizes = [quantization] if "bits" in quantization else weight_settings(quantization)
-    found = {
+    found = (
         (part.get("bits", part.get("num_bits")), part.get("group_size"), part.get("type", "int"))
         for part in sizes
-    }
-    parts = [
+    )
+    parts = dict.fromkeys(
         f"{bits} {'bits' if kind == 'int' else 'bits of float'}"
         + (f" in groups of {group}" if isinstance(group, int) and group > 0 else "")
-        for bits, group, kind in sorted(found, key=str)
+        for bits, group, kind in found
         if bits
-    ]
+    )
     order = ", groups out of order" if quantization.get("desc_act") else ""
     return f"{method}{', ' if parts else ''}{' and '.join(parts)}{order}"
 
@@ -83,9 +83,9 @@ def _why_not_compressed(quantization: Mapping[str, Any]) -> str:
     form = str(quantization.get("format", "dense"))
     changes = [key for key in ("transform_config", "sparsity_config") if _is_set(quantization.get(key))]
     parts = weight_settings(quantization)
-    is_packed = form == "pack-quantized" and len({part.get("num_bits") for part in parts}) == 1
+    is_packed = form == "pack-quantized" and len({str(part.get("num_bits")) for part in parts}) == 1
     is_packed = is_packed and parts[0].get("num_bits") in PACKED_BITS and parts[0].get("type", "int") == "int"
-    is_packed = is_packed and len({part.get("group_size") for part in parts}) == 1
+    is_packed = is_packed and len({str(part.get("group_size")) for part in parts}) == 1
     return "" if (form in COMPRESSED_FORMATS or is_packed) and not changes else ", ".join([form, *changes])
 
 

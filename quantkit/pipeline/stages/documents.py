@@ -178,11 +178,11 @@ def report_of(written: Written, measured: Measured, twin: Twin) -> Report:
 
 def _kept_note(written: Written) -> Iterator[str]:
     losses = written.exported.losses.values()
-    num_kept, num_rows = sum(sums.num_kept for sums in losses), sum(sums.num_rows for sums in losses)
+    num_kept = sum(sums.num_kept == sums.num_rows for sums in losses)
     if num_kept:
         yield (
-            f"{num_kept / num_rows:.0%} of the rows of quantized products keep the codes of the original, so "
-            "that their weights lose nothing more"
+            f"{num_kept} of {len(losses)} quantized products keep the codes of the original: their weights "
+            "lose nothing more"
         )
 
 

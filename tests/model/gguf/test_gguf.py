@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import quantkit, refused
 
+from quantkit import quantize
 from quantkit.errors import InputError
 from quantkit.model.load import build_on_meta, open_source
 from quantkit.model.reference import reference_logits
@@ -198,6 +199,18 @@ def test_cut_and_lying_files_are_refused(tmp_path):
         path.write_bytes(content[:place] + offset.to_bytes(8, "little") + content[place + 8 :])
         with pytest.raises(InputError, match=reason):
             open_source(path)
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("Q4_0", "int4_block32"), ("Q8_0", "int8_block32")])
+def test_codes_that_lie_on_a_grid_are_kept(kind, scheme, tmp_path):
+    path, _ = file_of(tmp_path / "tiny.gguf", kind=kind)
+    options = {"latency": False, "memory": False, "accuracy": False, "min_dim": 1, "transforms": []}
+    options |= {"scheme": scheme} if kind == "Q8_0" else {}
+    artifact = quantize(path, output=tmp_path / "out", **options)
+    assert artifact.report.scheme == scheme
+    body = [loss for loss in artifact.report.layer_losses if ".layers." in loss.name]
+    assert {loss.weight_error for loss in body} == {0.0}
+    assert "quantized products keep the codes" in " ".join(artifact.report.notes)
 
 
 def test_a_file_goes_through_the_command_line(tmp_path):
