@@ -44,7 +44,7 @@ def write_model(folder: Path) -> None:
 
 
 def quantize_one(folder: str, workers: str) -> None:
-    """Quantizes in this process, and prints seconds of the stages and a hash of the weights."""
+    """Quantizes in this process, and prints seconds of the stages and a hash of graph and weights."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         output = Path(temporary) / "out"
         quantize(
@@ -61,7 +61,9 @@ def quantize_one(folder: str, workers: str) -> None:
         )
         seconds = json.loads((output / "report.json").read_text())["seconds"]
         digest = hashlib.sha256()
-        for path in sorted(output.glob("model.onnx*")):
+        for path in sorted(
+            path for path in output.iterdir() if path.suffix in (".onnx", ".data", ".safetensors")
+        ):
             digest.update(path.read_bytes())
     print(json.dumps({"seconds": sum(seconds[stage] for stage in STAGES), "hash": digest.hexdigest()[:16]}))
 
