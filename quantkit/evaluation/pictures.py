@@ -54,7 +54,7 @@ def measured_pictures(artifact: OpenArtifact, session: Encoder) -> tuple[list[Fl
     preprocessing = read_preprocessing(artifact.folder)
     pictures = [read_pictures([path], preprocessing, channels=session.picture_shape[0])[0] for path in paths]
     for picture_CHW in pictures:
-        require_size(picture_CHW[None], session.picture_size, artifact.folder)
+        require_size(picture_CHW.shape[1:], session.picture_size, artifact.folder)
     return pictures, name
 
 

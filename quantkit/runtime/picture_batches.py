@@ -20,12 +20,13 @@ def picture_vectors(encoder: Encoder, paths: Sequence[Path]) -> Floats:
     if not paths:
         raise InputError("there is no picture", where="pictures", allowed="one picture or more")
     preprocessing = read_preprocessing(encoder.folder)
+    require_size(preprocessing.output, encoder.picture_size, encoder.folder)
     for path in paths:
         open_picture(path)
     values = []
     for start in range(0, len(paths), BATCH):
         batch = paths[start : start + BATCH]
         pictures = read_pictures(batch, preprocessing, channels=encoder.picture_shape[0])
-        require_size(pictures, encoder.picture_size, encoder.folder)
+        require_size(pictures.shape[2:], encoder.picture_size, encoder.folder)
         values.append(encoder.vectors(pictures))
     return np.concatenate(values)

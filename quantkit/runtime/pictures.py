@@ -7,7 +7,9 @@ held is applied.
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -27,7 +29,8 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 ALLOWED = "a JPEG, PNG, WebP, BMP, GIF or TIFF file with one picture"
 LARGEST_SIDE = 1 << 14  # of a resized picture: long strips grow with their shorter side
-MOST_PIXELS = 1 << 26  # of a decoded and of a resized picture
+MOST_PIXELS = 1 << 26  # of a decoded picture
+MOST_RESIZED = 1 << 24  # of a resized one, whose numbers take 24 bytes a pixel
 DEEP_MODES = ("I", "F")  # of more than 8 bits; how bright their white is, no file says
 # Processors that do nothing else, by the beginning of their names, and the sizes and the filter that they
 # have where the file leaves them out: (resize, crop, filter).
@@ -125,7 +128,11 @@ def _sides(sizes: Any, key: str, path: Path) -> tuple[int, int]:
     if not isinstance(sizes, dict) or not {"height", "width"} <= sizes.keys():
         allowed = "an object with height and width, or for size with shortest_edge"
         raise InputError(f"'{key}' is {sizes!r}", where=str(path), allowed=allowed)
-    return _side(sizes["height"], key, path), _side(sizes["width"], key, path)
+    height, width = _side(sizes["height"], key, path), _side(sizes["width"], key, path)
+    if height * width > MOST_RESIZED:
+        what = f"'{key}' is {height} x {width}"
+        raise InputError(what, where=str(path), allowed=f"up to {MOST_RESIZED:,} pixels")
+    return height, width
 
 
 def _side(value: Any, key: str, path: Path) -> int:
@@ -159,6 +166,7 @@ def require_pillow() -> Any:
             where="pictures",
             next_step="pip install 'quantkit-onnx[images]'",
         ) from error
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with a file is said once
     return Image
 
 
@@ -184,7 +192,10 @@ def open_picture(path: Path) -> Image:
 
     if not path.exists():
         raise InputError("no such file", where=str(path), allowed=ALLOWED, next_step="check the path")
-    with reading(path, "not a picture, or a damaged one", allowed=ALLOWED):
+    with (
+        reading(path, "not a picture, or a damaged one", allowed=ALLOWED),
+        warnings.catch_warnings(action="ignore"),
+    ):
         require_regular(path)
         try:
             opened = images.open(path)
@@ -250,7 +261,7 @@ def _target_size(image: Image, preprocessing: Preprocessing, path: Path) -> tupl
         return int(image.width), int(image.height)
     short, long = sorted((int(image.width), int(image.height)))
     longest = int(preprocessing.shortest * long / short)
-    if longest > LARGEST_SIDE or longest * preprocessing.shortest > MOST_PIXELS:
+    if longest > LARGEST_SIDE or longest * preprocessing.shortest > MOST_RESIZED:
         raise InputError(
             f"a strip of {image.width} x {image.height} pixels",
             where=str(path),
@@ -294,10 +305,10 @@ def bundled_pictures(part: str) -> list[Path]:
     return pictures_in(Path(str(resources.files("quantkit") / "assets" / "pictures" / part)), "")
 
 
-def require_size(pictures_NCHW: Floats, size: tuple[int, int] | None, folder: Path) -> None:
-    """Refuse pictures of another size than a graph of one size reads."""
-    height, width = pictures_NCHW.shape[2:]
-    if size and (height, width) != size:
+def require_size(made: tuple[int, ...] | None, size: tuple[int, int] | None, folder: Path) -> None:
+    """Refuse a preprocessing that gives another size than a graph of one size reads."""
+    if made and size and made != size:
+        height, width = made
         raise InputError(
             f"the preprocessing gives {height} x {width} pixels, and the model reads {size[0]} x {size[1]}",
             where=str(folder / PREPROCESSOR_FILE),

@@ -100,6 +100,13 @@ def read_pooling(folder: Path, file: Path) -> None:
     read_sentence_model(folder)
 
 
+def read_pictures_settings(folder: Path, file: Path) -> None:
+    from quantkit.runtime.pictures import PREPROCESSOR_FILE, read_preprocessing
+
+    assert file.name == PREPROCESSOR_FILE
+    read_preprocessing(folder)
+
+
 def read_tokenizer(folder: Path, file: Path) -> None:
     from quantkit.runtime.tokenizer import open_text
 
@@ -319,6 +326,9 @@ GENERATION = (
 )
 CHAT = b"""{% for message in messages %}{{ message['role'] }}: {{ message.content | trim | tojson }}
 {% endfor %}{% if add_generation_prompt %}{{ eos_token }}assistant: {% endif %}"""
+PREPROCESSING = b"""{"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 14},
+"resample": 3, "crop_size": {"height": 12, "width": 12}, "rescale_factor": 0.004, "image_mean": [0.5],
+"image_std": [0.2, 0.2, 0.3], "do_resize": true, "do_normalize": true}"""
 MODULES = b"""[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
 {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
 {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}]"""
@@ -330,6 +340,9 @@ PARSERS: dict[str, Parser] = {
     "recipe": Parser("artifact", "recipe.yaml", mutations.yaml_files, read_recipe),
     "config": Parser("model", "config.json", JSON, read_config),
     "modules": Parser("model", "modules.json", JSON, read_modules, MODULES),
+    "preprocessing": Parser(
+        "model", "preprocessor_config.json", JSON, read_pictures_settings, PREPROCESSING
+    ),
     "pooling": Parser("model", "pooling.json", JSON, read_pooling, POOLING),
     "weights": Parser("model", "model.safetensors", TENSORS, read_weights),
     "GGUF": Parser("gguf", "model.gguf", mutations.gguf_files, read_gguf),

@@ -149,7 +149,7 @@ def write_wrong(path, kind: str) -> None:
         "absent": "no such file",
     }.items(),
 )
-def test_what_is_no_picture_is_named_in_one_line(kind, reason, tmp_path):
+def test_what_is_no_picture_is_named_in_one_line(kind, reason, tmp_path, recwarn):
     write_settings(
         tmp_path, "CLIP", {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     )
@@ -159,6 +159,7 @@ def test_what_is_no_picture_is_named_in_one_line(kind, reason, tmp_path):
         read_pictures([path], read_preprocessing(tmp_path))
     assert "wrong.png" in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def calibration_pictures(
     )
     places = np.linspace(0, len(paths) - 1, min(number, len(paths))).round().astype(int)
     pictures = read_pictures([paths[place] for place in places], preprocessing, channels=picture.channels)
-    require_size(pictures, None if picture.stretches else picture.size, source.folder)
+    require_size(pictures.shape[2:], None if picture.stretches else picture.size, source.folder)
     return pictures
 
 
