@@ -116,13 +116,19 @@ def export(folder: Path, out: Path, *, scheme: str = "int8_block32", min_dim: in
 
 
 def observe(model, ids: np.ndarray) -> Callable[[Layer], InputStatistics]:
-    """The range of every linear input on some tokens, by torch hooks alone."""
+    """The range of every linear input and of its channels on some tokens, by torch hooks alone."""
     seen: dict[str, InputStatistics] = {}
 
     def watch(name: str):
         def hook(_, inputs):
+            if not inputs:  # called by names alone: no linear module
+                return
             x = inputs[0]
-            seen[name] = InputStatistics(num_rows=x[..., 0].numel(), low=float(x.min()), high=float(x.max()))
+            peak_I = (
+                x.abs().reshape(-1, x.shape[-1]).amax(0).float().numpy() if x.is_floating_point() else None
+            )
+            low, high = float(x.min()), float(x.max())
+            seen[name] = InputStatistics(num_rows=x[..., 0].numel(), low=low, high=high, peak_I=peak_I)
 
         return hook
 

@@ -19,7 +19,7 @@ from quantkit.model.names import checkpoint_name, family_of_module, modules_by_n
 from quantkit.plan.formats import Format, Grid
 from quantkit.quantization.layout import Checkpoint
 from quantkit.quantization.projections import rows_of
-from quantkit.quantization.simulate import input_hook, rounding_of
+from quantkit.quantization.simulate import beside_outliers, input_hook, rounding_of
 
 
 def fake_quantize(module: nn.Module, checkpoint: Checkpoint, *, rounds_inputs: bool = True) -> nn.Module:
@@ -127,6 +127,8 @@ def _rounding_of_pack(checkpoint: Checkpoint, pack: dict):
     if chosen.is_static:
         fixed = float(checkpoint.read(f"{name}.input_scale")), int(checkpoint.read(f"{name}.input_zero"))
     rounding, groups = rounding_of(chosen, Role(pack["layers"][0]["role"]), fixed), _num_groups(pack)
+    if f"{name}.outlier_columns" in checkpoint.slots:
+        rounding = partial(beside_outliers, rounding, checkpoint.read(f"{name}.outlier_columns"))
     if groups == 1:
         return rounding
     return lambda x: rounding(x.reshape(*x.shape[:-1], groups, -1)).reshape(x.shape)

@@ -33,6 +33,7 @@ INTEGER_OPERATORS: dict[str, int] = {"MatMulNBits": 1, "DynamicQuantizeMatMul": 
 INTEGER_TYPES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
 STANDARD = ("", "ai.onnx")
 MOST_NAMED = 3  # of the faults; the rest are counted
+WIDENED = (".scales", ".outlier_weight_IO")  # float16 weights that become float32 before any use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,7 +285,7 @@ def _values(graph: onnx.GraphProto, target: Target) -> Iterator[str]:
             if target.is_static and value.name not in defaults and (free or not tensor.HasField("shape")):
                 yield f"{kind} '{value.name}' has the free size {', '.join(free) or '?'}"
     for tensor in graph.initializer:
-        is_widened = tensor.data_type == TensorProto.FLOAT16 and ".scales" in tensor.name  # before any use
+        is_widened = tensor.data_type == TensorProto.FLOAT16 and any(part in tensor.name for part in WIDENED)
         if _type_name(tensor.data_type) not in target.element_types and not is_widened:
             yield f"weight '{tensor.name}' is {_type_name(tensor.data_type)}"
 

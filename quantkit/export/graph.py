@@ -28,6 +28,7 @@ ELEMENT_TYPES = {
     "I8": TensorProto.INT8,
     "U8": TensorProto.UINT8,
     "U16": TensorProto.UINT16,
+    "I64": TensorProto.INT64,
 }
 METADATA_KEY = "quantkit"
 LEAST_OUTSIDE = 1024  # bytes of a weight that stays beside its graph; smaller ones are copied into it
@@ -121,7 +122,11 @@ class Graph:
 
     def scales(self, name: str, rows: tuple[int, int] | None = None) -> str:
         """Scales in float32, as products read them. Those of blocks are widened when a session is made."""
-        stored = self.weight(f"{name}.scales", rows)
+        return self.widened(f"{name}.scales", rows)
+
+    def widened(self, name: str, rows: tuple[int, int] | None = None) -> str:
+        """A tensor in float32."""
+        stored = self.weight(name, rows)
         if self.initializers[stored].data_type != TensorProto.FLOAT16:
             return stored
         widened = f"{stored}/widened"

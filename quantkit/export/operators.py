@@ -7,12 +7,16 @@ https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
+from numpy.typing import NDArray
 from onnx import TensorProto
 
 from quantkit.errors import InputError
 from quantkit.export.graph import CONTRIB, Graph
 from quantkit.model.model_map import Activation
+from quantkit.plan.formats import Format
 from quantkit.quantization.grid import middle
 from quantkit.quantization.layout import Pack, TableEntry
 
@@ -38,12 +42,34 @@ def matmul(graph: Graph, pack: Pack, x: str) -> str:
         x = graph.op("Mul", x, graph.weight(f"{pack.name}.input_factors"), name=f"{pack.name}/smoothed")
     if pack.format is None:
         return _float_matmul(graph, pack, x, bias)
-    grid = pack.format.grid
     graph.integer_nodes[pack.name] = [layer.name for layer in pack.layers]
-    if pack.format.is_static:
+    if pack.num_outliers:
+        columns_I = graph.checkpoint.read(f"{pack.name}.outlier_columns")
+        others, outliers = _split_input(graph, columns_I, pack.in_features, x)
+        weight_IO = graph.widened(f"{pack.name}.outlier_weight_IO")
+        product = graph.op("MatMul", outliers, weight_IO, name=f"{pack.name}/outliers")
+        return graph.op("Add", _integer_matmul(graph, pack, pack.format, others, bias), product)
+    return _integer_matmul(graph, pack, pack.format, x, bias)
+
+
+def _split_input(graph: Graph, columns_I: NDArray[np.int64], width: int, x: str) -> tuple[str, str]:
+    """(the input with zeros in the outlier columns, these columns alone), once for packs that share both."""
+    name = f"{x}/outliers/{hashlib.sha256(columns_I.tobytes()).hexdigest()[:8]}"
+    if not graph.labels[name]:
+        mask_I = np.ones(width, np.float32)
+        mask_I[columns_I] = 0
+        columns = graph.constant(f"{name}/columns", columns_I)
+        graph.op("Mul", x, graph.constant(f"{name}/mask", mask_I), name=f"{name}/others")
+        graph.op("Gather", x, columns, name=name, axis=-1)
+    return f"{name}/others/out0", f"{name}/out0"
+
+
+def _integer_matmul(graph: Graph, pack: Pack, chosen: Format, x: str, bias: str) -> str:
+    grid = chosen.grid
+    if chosen.is_static:
         return _static(graph, pack, x, bias)
     if grid.block is None:
-        by_token = pack.format.scales_tokens(pack.layers[0].role)
+        by_token = chosen.scales_tokens(pack.layers[0].role)
         return _row_scaled(graph, pack, x, bias) if by_token else _per_channel(graph, pack, x, bias)
     return graph.op(
         "MatMulNBits",

@@ -3,7 +3,9 @@
 Blocks along the input dimension give weights and activations a scale per block, so an outlier costs accuracy
 in 32 or 128 values and not in a whole row. Integer products of a block are summed exactly, as in Dettmers et
 al. 2022 (https://arxiv.org/abs/2208.07339) and llama.cpp's Q8_0. Per-channel weights with per-tensor
-activation scales are the fastest for long prompts and inaccurate on models with outlier channels.
+activation scales are the fastest for long prompts and inaccurate on models with outlier channels. Their
+remedy in the same paper: the few input columns with the largest activations are multiplied in float beside
+the integer product of all others.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ BITS_IN_HALVES = 16
 BLOCKS = (256, 128, 64, 32, 16)  # sizes of MatMulNBits
 MOST_PADDING = 0.02  # of a row of lm_head or of an embedding
 LARGEST_IN_HALVES = 127 * 256 + 127
+OUTLIERS, LEAST_COLUMNS_AN_OUTLIER = 32, 16  # columns in float: so many, and at most one of 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +77,22 @@ class Format:
     # Dynamic: "block", "token", "tensor", or "mixed" (token or tensor by role). Ranges from calibration:
     # "static8", "static16" per projection, "graph8", "graph16" per value of the graph. "float": not rounded.
     activations: str
+    outliers: int = 0  # input columns that are multiplied in float, at most; see `num_outliers`
 
     @property
     def described(self) -> str:
         block = f"block {self.grid.block}" if self.grid.block else "channel"
-        return f"int{self.grid.bits} {block}, inputs by {self.activations}"
+        outliers = f", up to {self.outliers} outlier columns in float" if self.outliers else ""
+        return f"int{self.grid.bits} {block}, inputs by {self.activations}{outliers}"
+
+    def num_outliers(self, in_features: int) -> int:
+        """Columns of an input of this width that are multiplied in float."""
+        return min(self.outliers, in_features // LEAST_COLUMNS_AN_OUTLIER)
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of codes, scales and zero points, and of the outlier columns beside them."""
+        outliers = self.num_outliers(columns)
+        return self.grid.num_bytes(rows, columns) + outliers * (2 * rows + 8)
 
     @property
     def input_bits(self) -> int | None:
@@ -136,6 +150,11 @@ def _channels(activations: str) -> Scheme:
     return Scheme(body=Format(grid=Grid(), activations=activations))
 
 
+def _with_outliers(body: Format) -> Scheme:
+    """Formats with outlier columns. lm_head has them in blocks of 32: a tied head takes no smoothing."""
+    return Scheme(body=replace(body, outliers=OUTLIERS), head=replace(in_blocks(32), outliers=OUTLIERS))
+
+
 def _int4(block: int, *, is_symmetric: bool = True) -> Scheme:
     return Scheme(body=in_blocks(block, bits=4, is_symmetric=is_symmetric))
 
@@ -152,6 +171,10 @@ SCHEMES: dict[str, Scheme] = {
     "int8_channel": _channels("tensor"),  # fast prompts, inaccurate
     "int8_mixed": _channels("mixed"),  # per token where no norm precedes
     "int8_token": _channels("token"),
+    # The columns with the largest activations in float: for prompts as fast as those of int8_token.
+    "int8_token_outliers": _with_outliers(Format(grid=Grid(), activations="token")),
+    "int8_block64_outliers": _with_outliers(in_blocks(64)),
+    "int8_block128_outliers": _with_outliers(in_blocks(128)),
     "int8_static16": _channels("static16"),  # 16-bit activations in ranges from calibration, for NPUs
     "int8_static8": _channels("static8"),  # 8-bit activations in ranges from calibration: least accurate
     # INT4 weights with a scale, or a scale and a zero point, per block; head and tables are INT8.

@@ -66,7 +66,9 @@ PERMUTED: dict[str, str] = {  # names of --permute -> kinds of spaces; the first
     "values": "value_heads",
 }
 PROTECTED_SCHEMES = tuple(
-    name for name, row in SCHEMES.items() if row.body.grid.bits == 8 and not row.body.is_static
+    name
+    for name, row in SCHEMES.items()
+    if row.body.grid.bits == 8 and not row.body.is_static and not row.body.outliers
 )
 SAMPLED_ROWS = 32  # from either end of a tensor, for the fingerprint
 FILE_SETTINGS = (  # of a config, that describe its file and not the model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +49,7 @@ DTYPES: dict[str, Any] = {  # as safetensors spells them
     "I8": np.int8,
     "U8": np.uint8,
     "U16": np.uint16,
+    "I64": np.int64,
 }
 Part = tuple[str, NDArray[Any]]  # some rows of a tensor, after its earlier ones
 HALVES = ("high", "low")  # of codes of 16 bits
@@ -110,6 +111,19 @@ class Checkpoint:
             slot = self.slots[f"{name}.{part}"]
             return np.memmap(self.path, DTYPES[slot.spec.dtype], "r", slot.offset, slot.spec.shape)
 
+        values_OI = self._integers_OI(stored, name, grid, columns, rows)
+        if f"{name}.outlier_columns" in self.slots:
+            values_OI[:, self.read(f"{name}.outlier_columns")] = stored("outlier_weight_IO")[:, rows].T
+        return values_OI
+
+    def _integers_OI(
+        self,
+        stored: Callable[[str], NDArray[Any]],
+        name: str,
+        grid: Grid,
+        columns: int,
+        rows: slice,
+    ) -> Floats:
         scales = stored("scales")[rows].astype(np.float32)
         if grid.in_halves:
             codes_OI = from_halves(*(stored(half)[rows] for half in HALVES))
@@ -152,6 +166,11 @@ class Pack:
         return self.layers[0].input_factors
 
     @property
+    def num_outliers(self) -> int:
+        """Input columns that are multiplied in float, beside the integer product of the others."""
+        return self.format.num_outliers(self.in_features) if self.format else 0
+
+    @property
     def out_features(self) -> int:
         return sum(layer.out_features for layer in self.layers)
 
@@ -166,11 +185,20 @@ class Pack:
         bits = self.format.input_bits if self.format else None
         return (
             *(() if self.table else weights),
+            *self._outlier_tensors(),
             *([_floats(f"{self.name}.bias", self.out_features)] if self.has_bias else []),
             *([_floats(f"{self.name}.input_factors", self.in_features)] if self.input_factors else []),
             *([_floats(f"{self.name}.input_scale")] if bits else []),
             *([TensorSpec(name=f"{self.name}.input_zero", dtype=f"U{bits}", shape=())] if bits else []),
         )
+
+    def _outlier_tensors(self) -> tuple[TensorSpec, ...]:
+        number = self.num_outliers
+        if not number:
+            return ()
+        columns = TensorSpec(name=f"{self.name}.outlier_columns", dtype="I64", shape=(number,))
+        shape = (number, self.out_features)
+        return (columns, TensorSpec(name=f"{self.name}.outlier_weight_IO", dtype="F16", shape=shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ from quantkit.quantization.grid import decode_all
 from quantkit.quantization.layout import Pack
 from quantkit.quantization.projections import rows_of
 from quantkit.quantization.rounding.apply import input_grid, prepared_fit
+from quantkit.quantization.rounding.outliers import outliers_of
 from quantkit.quantization.search import Choice, PackOptions
-from quantkit.quantization.simulate import input_hook, rounding_of
+from quantkit.quantization.simulate import beside_outliers, input_hook, rounding_of
 from quantkit.runtime.machine.disk import OTHER_CACHE, writing
 from quantkit.workers.record import THREADS, Workers
 from quantkit.workers.shared import opened
@@ -173,16 +174,26 @@ def _replaced(
     """One pack in a format while the context lasts."""
     undo: list[Callable[[], Any]] = []
     inputs = statistics(pack.layers[0])  # all projections of a pack read one input
+    outliers = outliers_of(replace(pack, format=chosen), inputs)
+    if inputs and outliers:
+        inputs = inputs.without(outliers.columns_I)
     prepared = prepared_fit(fit, chosen.grid, inputs)
     rounding = rounding_of(chosen, pack.layers[0].role, input_grid(pack.name, chosen, inputs))
+    if outliers:
+        rounding = partial(beside_outliers, rounding, outliers.columns_I)
     try:
         for layer in pack.layers:
             target = weight_OI(modules[layer.matrix], layer.stored_as).detach()
             rows = torch.from_numpy(rows_of(layer.rows))
             original = target[rows].clone()
             encode = prepared.jointly(statistics(layer)) or prepared.encode
-            encoded = encode(original.float().numpy())
-            target[rows] = torch.from_numpy(decode_all(encoded, layer.in_features)).to(target.dtype)
+            float_OI = original.float().numpy()
+            if outliers:
+                outlier_IO, float_OI = outliers.taken_from(float_OI)
+            decoded_OI = decode_all(encode(float_OI), layer.in_features)
+            if outliers:
+                decoded_OI[:, outliers.columns_I] = outlier_IO.T
+            target[rows] = torch.from_numpy(decoded_OI).to(target.dtype)
             undo.append(partial(target.index_copy_, 0, rows, original))
         for matrix in dict.fromkeys(layer.matrix for layer in pack.layers):
             undo.append(modules[matrix].register_forward_pre_hook(input_hook(rounding)).remove)

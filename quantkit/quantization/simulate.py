@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.model.model_map import Role
@@ -35,6 +37,15 @@ def rounding_of(chosen: Format, role: Role, fixed: tuple[float, int] | None) -> 
     if chosen.grid.block:
         return partial(round_blocks, block=chosen.grid.block)
     return round_tokens if chosen.scales_tokens(role) else round_tensor
+
+
+def beside_outliers(rounding: Rounding, columns_I: NDArray[np.int64], x: Tensor) -> Tensor:
+    """The input rounded with zeros in its outlier columns, which stay as they are."""
+    others = x.clone()
+    others[..., columns_I] = 0
+    rounded = rounding(others)
+    rounded[..., columns_I] = x[..., columns_I]
+    return rounded
 
 
 def round_static(x: Tensor, *, scale: float, zero: int, bits: int) -> Tensor:

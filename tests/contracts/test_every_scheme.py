@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,9 +96,11 @@ def test_planned_bytes_are_the_bytes_of_the_tensors(name, exported):
             if not spec.name.endswith((".bias", ".input_scale", ".input_zero"))
         )
         role = pack.layers[0].role
-        grid = SCHEMES[name].format_of(role).grid
-        grid = with_little_padding(grid, pack.in_features) if role is Role.LM_HEAD else grid
-        assert stored == grid.num_bytes(pack.out_features, pack.in_features)
+        row = SCHEMES[name].format_of(role)
+        grid = with_little_padding(row.grid, pack.in_features) if role is Role.LM_HEAD else row.grid
+        outliers = (2 * pack.out_features + 8) * (pack.in_features // 16 if row.outliers else 0)
+        assert stored == grid.num_bytes(pack.out_features, pack.in_features) + outliers
+        assert stored == replace(row, grid=grid).num_bytes(pack.out_features, pack.in_features)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -136,7 +139,8 @@ def test_its_name_says_its_grid(name):
     grid, activations = row.body.grid, row.body.activations
     kind = f"block{grid.block}" if grid.block else {"tensor": "channel"}.get(activations, activations)
     mixed_name = f"int{grid.bits}" if row.roles else None
-    assert name == (mixed_name or f"int{grid.bits}_{kind}{'' if grid.is_symmetric else '_zeros'}")
+    ending = "_outliers" if row.body.outliers else "" if grid.is_symmetric else "_zeros"
+    assert name == (mixed_name or f"int{grid.bits}_{kind}{ending}")
     assert (activations == "block") is (grid.block is not None)
     assert row.head.grid.block, "one position at a time is read block-wise"
     assert row.head.grid.is_symmetric, "an embedding reads rows of it"

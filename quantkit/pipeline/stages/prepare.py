@@ -36,7 +36,7 @@ from quantkit.plan.formats import SCHEMES, Format
 from quantkit.plan.plan import Plan
 from quantkit.quantization.calibration.output_weights import WithGradients, weigh_outputs, weighed_layers
 from quantkit.quantization.calibration.passes import collect
-from quantkit.quantization.calibration.quick import quick_magnitudes
+from quantkit.quantization.calibration.quick import QuickStatistics, quick_magnitudes
 from quantkit.quantization.calibration.statistics import FIELDS, StatisticsOf, no_statistics
 from quantkit.quantization.calibration.store import MatrixStatistics, StatisticsFile
 from quantkit.quantization.rounding import FITS
@@ -51,6 +51,7 @@ FEWEST_TOKENS = 64  # that an expert must meet for a fit
 HELD_BYTES = 4 << 30  # of float32 weights; those of a larger model are read block by block
 BATCH_TOKENS, MOST_WINDOWS = 1024, 4  # that run at once
 QUICK_WINDOWS, QUICK_LENGTH = 2, 128  # of the pass that looks for outliers
+OUTLIER_WINDOWS = 8  # of the same pass where a format singles out columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +84,7 @@ def prepare(resolved: Resolved) -> Prepared:
         prepared = replace(prepared, plan=plan_of(recipe, prepared.model_map))
     needs = statistics_needs(prepared)
     if not needs:
-        return prepared
+        return _with_outlier_columns(prepared)
     file, prepared = _calibrate(prepared, needs, f"{len(recipe.transforms)}-fit")
     rare = _rare_experts(prepared, file)
     experts = {layer.matrix for layer in resolved.model_map.layers if layer.expert is not None}
@@ -157,9 +158,27 @@ def statistics_needs(prepared: Prepared) -> dict[str, frozenset[str]]:
             layer_needs |= {"range", "histogram"}
         if recipe.bias_correction:
             layer_needs |= {"mean"}
+        if layer_needs and prepared.formats[layer.name].outliers:
+            layer_needs |= {"peak"}
         if layer_needs:
             needs[layer.matrix] = needs.get(layer.matrix, frozenset()) | layer_needs
     return needs
+
+
+def _takes_outliers(prepared: Prepared) -> bool:
+    return any(prepared.formats[name].outliers for name in prepared.planned)
+
+
+def _with_outlier_columns(prepared: Prepared) -> Prepared:
+    """Add peaks of inputs where formats take outlier columns; one pass over a few windows gives them."""
+    if not _takes_outliers(prepared):
+        return prepared
+    magnitudes, notes = _quick_magnitudes(prepared, takes_means=False)
+    digest = hashlib.sha256(b"".join(magnitudes[name].tobytes() for name in sorted(magnitudes))).hexdigest()
+    statistics = QuickStatistics(peaks=magnitudes)
+    return replace(
+        prepared, statistics=statistics, notes=(*prepared.notes, *notes), key=f"{prepared.key} {digest}"
+    )
 
 
 def _with_output_gradients(prepared: Prepared) -> Prepared:
@@ -198,7 +217,7 @@ def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Pr
     recipe = prepared.resolved.recipe
     settings = TransformSettings(seed=recipe.seed, unties_head=recipe.unties_head)
     if name == "smoothquant" and recipe.smoothing == "quick":
-        magnitudes, notes = _quick_statistics(prepared)
+        magnitudes, notes = _smoothing_magnitudes(prepared)
         settings = replace(settings, statistics=magnitudes)
         prepared = replace(prepared, notes=(*prepared.notes, *notes))
     elif row.statistic:
@@ -225,37 +244,41 @@ def _transform(prepared: Prepared, name: str, row: Transform, number: int) -> Pr
     return replace(prepared, model_map=model_map, weights=weights)
 
 
-def _quick_statistics(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    """(magnitudes of one pass over a few windows, notes); one block's weights are in memory at a time.
-
-    A scale for each block is found token by token, so means count: a few tokens with extreme activations
+def _smoothing_magnitudes(prepared: Prepared) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    """A scale for each block is found token by token, so means count: a few tokens with extreme activations
     decide peaks. Peaks count where one scale serves all tokens.
     """
+    body = SCHEMES[prepared.resolved.recipe.scheme].body
+    return _quick_magnitudes(prepared, takes_means=body.activations == "block" and body.grid.bits == 8)
+
+
+def _quick_magnitudes(
+    prepared: Prepared, *, takes_means: bool
+) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    """(magnitudes of one pass over a few windows, notes); one block's weights are in memory at a time."""
     resolved, model_map = prepared.resolved, prepared.model_map
     recipe = resolved.recipe
     notes: tuple[str, ...] = ()
     length = min(QUICK_LENGTH, model_map.context or QUICK_LENGTH)
+    windows = OUTLIER_WINDOWS if _takes_outliers(prepared) else QUICK_WINDOWS
     try:
-        windows_NT = calibration_windows(
-            recipe, resolved.source, model_map, windows=QUICK_WINDOWS, length=length
-        )
+        windows_NT = calibration_windows(recipe, resolved.source, model_map, windows=windows, length=length)
     except InputError as error:
         if recipe.calibration.text:
             raise
-        windows_NT = random_windows(recipe, model_map, windows=QUICK_WINDOWS, length=length)
+        windows_NT = random_windows(recipe, model_map, windows=windows, length=length)
         examples = "pixels" if model_map.picture else "tokens"
         notes = (f"outliers were looked for on random {examples}: {error}",)
     matrices = {layer.matrix for layer in model_map.layers if layer.name in prepared.planned}
     unit = "pixels" if are_pictures(windows_NT) else "tokens"
     with resolved.progress.stage("outliers", total=int(windows_NT.size), unit=unit) as count:
         module = torch_model(resolved.source, model_map, prepared.weights, streams=True)
-        body = SCHEMES[recipe.scheme].body
         magnitudes = quick_magnitudes(
             module,
             model_map,
             windows_NT,
             matrices,
-            takes_means=body.activations == "block" and body.grid.bits == 8,
+            takes_means=takes_means,
         )
         count(int(windows_NT.size))
     return dict(magnitudes), notes

@@ -356,7 +356,7 @@ def pack_bytes(pack: Pack, name: str) -> float:
     rows, columns = pack.out_features, pack.in_features
     if name == FLOAT:
         return 4.0 * rows * columns
-    return float(format_named(name, pack).grid.num_bytes(rows, columns))
+    return float(format_named(name, pack).num_bytes(rows, columns))
 
 
 def loss_on(reference: Logits, quantized: Logits, windows_NT: Tokens) -> Loss:

@@ -7,7 +7,10 @@ text collects all of them. The record is plain numpy, so that whoever reads it n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.model.model_map import Layer
 from quantkit.quantization.grid import Floats
@@ -31,6 +34,26 @@ class InputStatistics:
     held_out_TI: Floats | None = None  # some tokens that the second moment leaves out
     gradient_OO: Floats | None = None  # second moment of the gradients at one projection's outputs
     num_gradients: int = 0  # tokens of that second moment
+
+    def without(self, columns_I: NDArray[np.int64]) -> InputStatistics:
+        """Statistics of the input with zeros in these columns."""
+
+        def zeroed(values: Floats | None, axes: int) -> Floats | None:
+            if values is None:
+                return None
+            others = values.copy()
+            for axis in range(-axes, 0):
+                np.moveaxis(others, axis, 0)[columns_I] = 0
+            return others
+
+        return replace(
+            self,
+            second_moment_II=zeroed(self.second_moment_II, 2),
+            mean_I=zeroed(self.mean_I, 1),
+            mean_magnitude_I=zeroed(self.mean_magnitude_I, 1),
+            sample_TI=zeroed(self.sample_TI, 1),
+            held_out_TI=zeroed(self.held_out_TI, 1),
+        )
 
     def has(self, names: frozenset[str]) -> bool:
         return all(getattr(self, FIELDS[name]) is not None for name in names)

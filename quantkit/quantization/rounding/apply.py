@@ -38,6 +38,7 @@ from quantkit.quantization.projections import bias_of, gain_of, is_transposed, r
 from quantkit.quantization.rounding import FITS, PLAIN, Fit
 from quantkit.quantization.rounding.errors import Sums, loses_more, sums_of
 from quantkit.quantization.rounding.kept import groups_of, kept
+from quantkit.quantization.rounding.outliers import Outliers, outliers_of
 from quantkit.quantization.rounding.rtn import round_to_nearest
 
 CHUNK_VALUES = 1 << 20  # 4 MB of float32: large enough for numpy, small enough for the cache
@@ -136,6 +137,16 @@ def quantized_parts(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Some rows on their grid."""
+
+    encoded: Encoded
+    shift_O: Floats  # mean output error
+    lost: Sums
+    outliers_IO: Floats | None  # their outlier columns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Rounding:
     """The threads, and the arguments that every tensor needs."""
 
@@ -161,14 +172,17 @@ class _Rounding:
         """Weights, scales, zero points and bias of one pack, and the factors and the grid of its input."""
         statistics = self.statistics(pack.layers[0])  # projections of one pack read the same input
         shifts: list[Floats] = []
+        outliers = outliers_of(pack, statistics)
         if pack.grid:
-            encoded = self.encoded(pack, pack.grid, statistics, shifts)
+            encoded = self.encoded(pack, pack.grid, statistics, outliers, shifts)
             if pack.grid.in_halves:
                 yield from _in_halves(pack.name, encoded)
             elif pack.grid.block is None:
                 yield from _transposed(pack, encoded)
             else:
                 yield from _in_blocks(pack.name, encoded, pack.grid)
+            if outliers:
+                yield from outliers.parts(pack.name)
         elif pack.table is None:
             yield f"{pack.name}.weight_IO", self.float_IO(pack)
         else:
@@ -207,9 +221,19 @@ class _Rounding:
         yield from _in_blocks(name, self.ordered(tasks), grid)
 
     def encoded(
-        self, pack: Pack, grid: Grid, statistics: InputStatistics | None, shifts: list[Floats]
+        self,
+        pack: Pack,
+        grid: Grid,
+        statistics: InputStatistics | None,
+        outliers: Outliers | None,
+        shifts: list[Floats],
     ) -> Iterator[Encoded]:
-        """Runs of rows on their grid; `shifts` gets the mean output errors that the bias corrects."""
+        """Runs of rows on their grid; `shifts` gets the mean output errors that the bias corrects.
+
+        `outliers` gets its columns of the weights.
+        """
+        if statistics and outliers:
+            statistics = statistics.without(outliers.columns_I)
         prepared = prepared_fit(self.fit, grid, statistics)
         moment_II = statistics.second_moment_II if statistics else None
         mean_I = statistics.mean_I if statistics and pack.adds_bias else None
@@ -218,31 +242,40 @@ class _Rounding:
             rows: Rows,
             encode: Callable[[Floats], Encoded],
             groups: Callable[[], Groups | None] = lambda: None,
-        ) -> tuple[Encoded, Floats, Sums]:
+        ) -> _Run:
             weight_OI = rows()
+            float_IO = None
+            if outliers and not outliers.is_tied:
+                float_IO, weight_OI = outliers.taken_from(weight_OI)
             as_stored = kept(weight_OI, grid, groups())
             run = as_stored or encode(weight_OI)
+            if outliers and outliers.is_tied:
+                float_IO, _ = outliers.taken_from(decode_all(run, pack.in_features))
             lost = sums_of(weight_OI, run, grid, moment_II)
             lost = replace(lost, num_kept=len(run.codes) if as_stored else 0)
-            if mean_I is None:
-                return run, np.zeros(len(weight_OI), np.float32), lost
-            lost_OI = weight_OI - decode_all(run, pack.in_features)
-            return run, np.asarray(lost_OI @ mean_I, np.float32), lost
+            shift_O = np.zeros(len(weight_OI), np.float32)
+            if mean_I is not None:
+                lost_OI = weight_OI - decode_all(run, pack.in_features)
+                shift_O = np.asarray(lost_OI @ mean_I, np.float32)
+            return _Run(encoded=run, shift_O=shift_O, lost=lost, outliers_IO=float_IO)
 
-        def tasks() -> Iterator[Callable[[], tuple[Encoded, Floats, Sums]]]:
+        def tasks() -> Iterator[Callable[[], _Run]]:
             for layer, group in groupby(self.row_runs(pack), key=itemgetter(0)):
                 runs = [(rows, groups) for _, rows, groups in group]
-                jointly = prepared.jointly(statistics if layer is pack.layers[0] else self.statistics(layer))
+                own = statistics if layer is pack.layers[0] else self.statistics(layer)
+                jointly = prepared.jointly(own.without(outliers.columns_I) if own and outliers else own)
                 if jointly:
                     yield partial(task, partial(_joined_rows, [rows for rows, _ in runs]), jointly)
                 else:
                     yield from (partial(task, rows, prepared.encode, groups) for rows, groups in runs)
 
-        for run, shift_O, lost in self.ordered(tasks()):
-            self.losses[pack.name] = self.losses.get(pack.name, Sums()) + lost
-            shifts.append(shift_O)
-            self.progress(len(run.codes) * pack.in_features)  # without the padding
-            yield run
+        for run in self.ordered(tasks()):
+            self.losses[pack.name] = self.losses.get(pack.name, Sums()) + run.lost
+            shifts.append(run.shift_O)
+            if outliers and run.outliers_IO is not None:
+                outliers.weights.append(run.outliers_IO)
+            self.progress(len(run.encoded.codes) * pack.in_features)  # without the padding
+            yield run.encoded
 
     def row_runs(self, pack: Pack) -> Iterator[tuple[Layer, Rows, Callable[[], Groups | None]]]:
         """Readers of consecutive rows of each projection, each of a bounded size, and of their groups."""
