@@ -257,6 +257,7 @@ def _random_checkpoint(path: Path, specs: Iterable[TensorSpec], seed: int = 0) -
     codes = generator.integers(1, 255, 1 << 20, dtype=np.uint8).tobytes()
     floats = 0.02 + 0.01 * generator.random(1 << 20, dtype=np.float32)
     pools = {"F32": floats.tobytes(), "F16": floats.astype(np.float16).tobytes()}
+    pools["I64"] = bytes(1 << 10)  # outlier columns: the first column, again and again
     slots: dict[str, Slot] = {}
     with path.open("wb") as file:
         for number, spec in enumerate(specs):

@@ -20,7 +20,7 @@ BITS_IN_HALVES = 16
 BLOCKS = (256, 128, 64, 32, 16)  # sizes of MatMulNBits
 MOST_PADDING = 0.02  # of a row of lm_head or of an embedding
 LARGEST_IN_HALVES = 127 * 256 + 127
-OUTLIERS, LEAST_COLUMNS_AN_OUTLIER = 32, 16  # columns in float: so many, and at most one of 16
+OUTLIERS, LEAST_COLUMNS_AN_OUTLIER = 32, 32  # columns in float: so many, and at most one of 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

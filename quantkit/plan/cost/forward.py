@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -303,6 +303,7 @@ def _attention_rows(
     product = partial(step, formula=formula_text("B*H*L*T*h", *scores, width), macs=math.prod(scores) * width)
     read = math.prod(queries) + cached
     rows.append(product(f"{label}scores", "scores", scores, input_shape=queries, input_elements=read))
+    rows += _distance_rows(scope, attention, step)
     if attention.softcap:
         rows.append(step("attention softcap", "softcap", scores))
     has_bias = attention.position in POSITION_BIASES or bool(scope.run.model.position_biases)
@@ -314,6 +315,37 @@ def _attention_rows(
     name = f"{label or 'attention '}x V"
     rows.append(product(name, "attention x V", queries, input_shape=scores, input_elements=read))
     return rows + _projection(scope, f"{label}output projection", _with_roles(layers, Role.ATTENTION_OUT))
+
+
+def _distance_rows(scope: Scope, attention: Attention, step: Callable[..., Row]) -> list[Row]:
+    """Disentangled attention: the block projects a table of distances, whose rows meet queries and keys."""
+    distances = scope.run.model.distance_scores
+    if distances is None:
+        return []
+    heads, width, kinds = attention.num_heads, attention.head_dim, distances.has_keys + distances.has_queries
+    table = (kinds, 2 * distances.reach, heads * width)
+    size = (*table, heads * width)
+    scores = _per_head(scope, heads, 2 * distances.reach * kinds)
+    read = kinds * scope.run.batch * heads * scope.tokens * width + math.prod(table)
+    text = formula_text("B*H*L*r*h", *scores, width)
+    return [
+        step(
+            "distance keys and queries",
+            "scores",
+            table,
+            formula=formula_text("n*r*d*d", *size),
+            macs=math.prod(size),
+        ),
+        step(
+            "distance scores",
+            "scores",
+            scores,
+            formula=text,
+            macs=math.prod(scores) * width,
+            input_elements=read,
+        ),
+        step("add distance scores", "add", _per_head(scope, heads, scope.tokens), operands=1 + kinds),
+    ]
 
 
 def _attention_inputs(scope: Scope, attention: Attention, layers: Sequence[Layer], label: str) -> list[Row]:

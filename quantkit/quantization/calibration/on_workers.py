@@ -93,6 +93,7 @@ def run_parts_on_workers(
             future.cancel()
         wait(running_tasks)
         raise
+    store.remove_torn(work.folder)  # of killed workers
     return file
 
 

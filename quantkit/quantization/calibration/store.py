@@ -139,7 +139,7 @@ def resume(
     folder.mkdir(parents=True, exist_ok=True)
     file = _earlier(folder, tries=READS if is_shared else 1)
     if file is not None and file.key == key:
-        _remove_torn(folder)
+        remove_torn(folder)
         return file
     fresh = StatisticsFile(folder=folder, key=key, requested=requested, num_tokens=num_tokens)
     if not is_shared:
@@ -178,7 +178,7 @@ def _begun_elsewhere(begun: Path, fresh: StatisticsFile) -> StatisticsFile:
     return resume(fresh.folder, fresh.key, fresh.requested, fresh.num_tokens, is_shared=True)
 
 
-def _remove_torn(folder: Path) -> None:
+def remove_torn(folder: Path) -> None:
     """Remove the unfinished files of processes of this host that have ended."""
     for path in folder.glob("*.unfinished"):
         host, _, process = path.name.removesuffix(".unfinished").rpartition(".")[2].rpartition("-")

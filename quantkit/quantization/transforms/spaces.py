@@ -178,7 +178,8 @@ def _in_block(model_map: ModelMap, block: Block) -> Iterator[Space]:
             if norm.block == block.name and norm.features > attention.head_dim
         ]
         has_wide_norm = any(norm.place is NormPlace.QUERY for norm in wide)
-        has_bias = bool(model_map.position_biases) or attention.position in POSITION_BIASES
+        has_bias = attention.position in POSITION_BIASES
+        has_bias = has_bias or (bool(model_map.position_biases) and not attention.is_cross)
         yield _value_heads(
             block, attention, members, stray, has_wide_norm=has_wide_norm, has_position_bias=has_bias
         )

@@ -85,7 +85,7 @@ def test_gpt2_with_relu_scales_its_ffn():
 
 
 def test_an_unknown_curve_permits_nothing_that_it_stands_between():
-    found = spaces("gpt2", activation_function="quick_gelu")["transformer.h.0.ffn_hidden"]
+    found = spaces("gpt2", activation_function="mish")["transformer.h.0.ffn_hidden"]
     assert found.permits == set()
     assert "unknown" in found.forbidden["permutation"]
 
