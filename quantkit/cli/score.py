@@ -12,7 +12,7 @@ from quantkit.cli.app import ArtifactFolder, AsJson, CheckFiles, app
 from quantkit.cli.encode import FROM_INPUT
 
 
-@app.command(short_help="Label texts or pictures with a classifier, or rank passages with a reranker.")
+@app.command(short_help="Label texts or pictures, or rank passages.")
 def score(
     folder: ArtifactFolder,
     texts: Annotated[

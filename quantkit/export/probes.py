@@ -257,14 +257,15 @@ def _random_checkpoint(path: Path, specs: Iterable[TensorSpec], seed: int = 0) -
     codes = generator.integers(1, 255, 1 << 20, dtype=np.uint8).tobytes()
     floats = 0.02 + 0.01 * generator.random(1 << 20, dtype=np.float32)
     pools = {"F32": floats.tobytes(), "F16": floats.astype(np.float16).tobytes()}
-    pools["I64"] = bytes(1 << 10)  # outlier columns: the first column, again and again
+    pools["I64"] = np.arange(1 << 10).tobytes()  # outlier columns: the first ones
     slots: dict[str, Slot] = {}
     with path.open("wb") as file:
         for number, spec in enumerate(specs):
             file.seek(-(-file.tell() // 64) * 64)
             slots[spec.name] = Slot(spec=spec, offset=file.tell(), length=spec.num_bytes)
             pool = pools.get(spec.dtype, codes)
-            place, left = number * STRIDE_BYTES % len(pool), spec.num_bytes
+            place = 0 if spec.dtype == "I64" else number * STRIDE_BYTES % len(pool)
+            left = spec.num_bytes
             while left:
                 piece = memoryview(pool)[place : place + left]
                 file.write(piece)

@@ -214,7 +214,7 @@ def test_an_artifact_stands_beside_schemes_as_measured_on_a_released_model():
     measured = Path(__file__).parents[2] / "docs" / "benchmarks" / "real.json"
     rows = json.loads(measured.read_text(encoding="utf-8"))["models"]["smollm2-135m-instruct"]
     known = json.loads(ASSET.read_text(encoding="utf-8"))["schemes"]
-    assert len(known) == 8
+    assert len(known) == 10
     for name, point in known.items():
         row = rows["default" if name == "int8_block32" else name]
         assert point == {"bytes": row["bytes"], "kl_divergence": row["accuracy"]["prose"]["kl_divergence"]}
@@ -226,7 +226,7 @@ def test_an_artifact_stands_beside_schemes_as_measured_on_a_released_model():
     size = document["size"]
     assert own.x == pytest.approx(size["artifact_bytes"] / size["reference_bytes"])
     assert own.y == document["accuracy"]["kl_divergence"]
-    assert [point.is_chosen for point in picture.points] == [False] * 8 + [True]
+    assert [point.is_chosen for point in picture.points] == [False] * 10 + [True]
     assert "Size and KL divergence beside the schemes" in page_of(report)
     assert known_points_picture({**document, "accuracy": {}}) is None
 

@@ -47,6 +47,14 @@ def tensors_of(path):
 
 
 def weights_of(tensors, label, name, columns):
+    """With the outlier columns, which are the first ones in probes."""
+    weight_OI = _integers_of(tensors, label, name, columns)
+    outliers_IO = tensors.get(f"{label}.outlier_weight_IO", np.zeros((0, len(weight_OI))))
+    weight_OI[:, : len(outliers_IO)] = outliers_IO.T
+    return weight_OI
+
+
+def _integers_of(tensors, label, name, columns):
     """What the codes of one copy stand for, [out, in]."""
     if name == FLOAT:
         return tensors[f"{label}.weight_IO"].T.astype(np.float64)
