@@ -111,7 +111,15 @@ def constant_matmul(graph: Graph, pack: Pack, x: str) -> str:
             graph, graph.op("Reshape", values, graph.integers(0, -1)), pack.in_features, grid.block, axis=1
         )
         weight_IO = graph.op("Transpose", rows_OI, perm=[1, 0])
-    product = graph.op("MatMul", x, weight_IO)
+    if not pack.num_outliers:
+        product = graph.op("MatMul", x, weight_IO)
+    else:
+        columns_I = graph.checkpoint.read(f"{name}.outlier_columns")
+        # Codes of a shared table are whole: the other inputs alone meet them, as in `matmul`.
+        others, outliers = _split_input(graph, columns_I, pack.in_features, x)
+        product = graph.op("MatMul", others, weight_IO)
+        outlier_product = graph.op("MatMul", outliers, graph.widened(f"{name}.outlier_weight_IO"))
+        product = graph.op("Add", product, outlier_product)
     return graph.op("Add", product, graph.weight(f"{name}.bias")) if pack.has_bias else product
 
 

@@ -154,13 +154,13 @@ def format_name(form: Format, role: Role) -> str:
 
     Mixed inputs are scaled by token where no norm precedes, and have one scale elsewhere.
     """
-    zeros = "" if form.grid.is_symmetric else "_zeros"
+    ending = ("" if form.grid.is_symmetric else "_zeros") + ("_outliers" if form.outliers else "")
     if form.grid.block is not None:
-        return f"int{form.grid.bits}_block{form.grid.block}{zeros}"
+        return f"int{form.grid.bits}_block{form.grid.block}{ending}"
     activations = form.activations
     if activations == "mixed":
         activations = "token" if form.scales_tokens(role) else "tensor"
-    return f"int{form.grid.bits}_{activations}{zeros}"
+    return f"int{form.grid.bits}_{activations}{ending}"
 
 
 # Every format that a scheme can give a projection, with a role that it then has.

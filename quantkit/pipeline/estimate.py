@@ -29,12 +29,14 @@ from quantkit.pipeline.stages.export import ExportJob, dynamic_contents, float_b
 from quantkit.pipeline.stages.export_static import static_contents
 from quantkit.pipeline.stages.float_reference import UNMEASURED_BYTES, measures_anything
 from quantkit.pipeline.stages.prepare import (
+    OUTLIER_WINDOWS,
     QUICK_LENGTH,
     QUICK_WINDOWS,
     Prepared,
     batch_size,
     statistics_needs,
     streams_blocks,
+    takes_outliers,
 )
 from quantkit.pipeline.stages.write import CACHE_WINDOWS
 from quantkit.plan.cost.specification import specify
@@ -189,6 +191,8 @@ def stages(sizes: Sizes, rates: Rates) -> Iterator[Stage]:
     for name in recipe.transforms:
         yield from _transform(sizes, name)
     yield from _calibration(sizes, statistics_needs(sizes.prepared))
+    if takes_outliers(sizes.prepared):
+        yield _outliers(sizes)
     yield _export(sizes)
     if recipe.cache != "float32":
         tokens = CACHE_WINDOWS * sizes.within(recipe.calibration.length)
@@ -204,13 +208,19 @@ def stages(sizes: Sizes, rates: Rates) -> Iterator[Stage]:
     yield from _pictures(sizes)
 
 
+def _outliers(sizes: Sizes) -> Stage:
+    """The pass over a few windows."""
+    length = sizes.within(QUICK_LENGTH)
+    windows = OUTLIER_WINDOWS if takes_outliers(sizes.prepared) else QUICK_WINDOWS
+    work = sizes.forward(windows * length, length, has_head=False)
+    reading = Work(passes=READ * sizes.num_parameters, processes=1)  # imports the model's class
+    return Stage(name="outliers", work=work + reading, held_bytes=2 * _largest_block_bytes(sizes))
+
+
 def _transform(sizes: Sizes, name: str) -> Iterator[Stage]:
     recipe = sizes.prepared.resolved.recipe
     if name == "smoothquant" and recipe.smoothing == "quick":
-        length = sizes.within(QUICK_LENGTH)
-        work = sizes.forward(QUICK_WINDOWS * length, length, has_head=False)
-        reading = Work(passes=READ * sizes.num_parameters, processes=1)  # imports the model's class
-        yield Stage(name="outliers", work=work + reading, held_bytes=2 * _largest_block_bytes(sizes))
+        yield _outliers(sizes)
     elif TRANSFORMS[name].statistic:
         yield from _calibration(sizes, dict.fromkeys(_planned(sizes), frozenset[str]()))
         weights = sum(pack.in_features * pack.out_features for pack in sizes.packs)

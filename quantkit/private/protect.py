@@ -181,6 +181,11 @@ def require_decoder(resolved: Resolved) -> None:
             where=model_map.name,
             next_step="'quantkit quantize' runs it in one piece",
         )
+    own = [name for name in recipe.layers.values() if name in SCHEMES and SCHEMES[name].body.outliers]
+    if own:
+        raise InputError(
+            f"scheme {own[0]}", where="protect", allowed=f"schemes {', '.join(PROTECTED_SCHEMES)}"
+        )
     if recipe.scheme not in PROTECTED_SCHEMES or recipe.fit != PLAIN or recipe.cache != "float32":
         raise InputError(
             f"scheme {recipe.scheme}, fit {recipe.fit}, cache {recipe.cache}",

@@ -176,7 +176,7 @@ def _replaced(
     inputs = statistics(pack.layers[0])  # all projections of a pack read one input
     outliers = outliers_of(replace(pack, format=chosen), inputs)
     if inputs and outliers:
-        inputs = inputs.without(outliers.columns_I)
+        inputs = outliers.seen_by_fit(inputs)
     prepared = prepared_fit(fit, chosen.grid, inputs)
     rounding = rounding_of(chosen, pack.layers[0].role, input_grid(pack.name, chosen, inputs))
     if outliers:
@@ -186,12 +186,15 @@ def _replaced(
             target = weight_OI(modules[layer.matrix], layer.stored_as).detach()
             rows = torch.from_numpy(rows_of(layer.rows))
             original = target[rows].clone()
-            encode = prepared.jointly(statistics(layer)) or prepared.encode
+            own = statistics(layer)
+            own = outliers.seen_by_fit(own) if own and outliers else own
+            encode = prepared.jointly(own) or prepared.encode
             float_OI = original.float().numpy()
-            if outliers:
+            takes_out = outliers is not None and not outliers.is_tied
+            if outliers and takes_out:
                 outlier_IO, float_OI = outliers.taken_from(float_OI)
             decoded_OI = decode_all(encode(float_OI), layer.in_features)
-            if outliers:
+            if outliers and takes_out:
                 decoded_OI[:, outliers.columns_I] = outlier_IO.T
             target[rows] = torch.from_numpy(decoded_OI).to(target.dtype)
             undo.append(partial(target.index_copy_, 0, rows, original))

@@ -36,7 +36,7 @@ from quantkit.plan.formats import SCHEMES, Format
 from quantkit.plan.plan import Plan
 from quantkit.quantization.calibration.output_weights import WithGradients, weigh_outputs, weighed_layers
 from quantkit.quantization.calibration.passes import collect
-from quantkit.quantization.calibration.quick import QuickStatistics, quick_magnitudes
+from quantkit.quantization.calibration.quick import WithPeaks, quick_magnitudes
 from quantkit.quantization.calibration.statistics import FIELDS, StatisticsOf, no_statistics
 from quantkit.quantization.calibration.store import MatrixStatistics, StatisticsFile
 from quantkit.quantization.rounding import FITS
@@ -84,7 +84,7 @@ def prepare(resolved: Resolved) -> Prepared:
         prepared = replace(prepared, plan=plan_of(recipe, prepared.model_map))
     needs = statistics_needs(prepared)
     if not needs:
-        return _with_outlier_columns(prepared)
+        return _with_peaks(prepared)
     file, prepared = _calibrate(prepared, needs, f"{len(recipe.transforms)}-fit")
     rare = _rare_experts(prepared, file)
     experts = {layer.matrix for layer in resolved.model_map.layers if layer.expert is not None}
@@ -99,7 +99,7 @@ def prepare(resolved: Resolved) -> Prepared:
         notes=(*prepared.notes, *notes, *_rare_note(rare)),
         key=file.key,
     )
-    return _with_output_gradients(prepared)
+    return _with_peaks(_with_output_gradients(prepared))
 
 
 def _rare_experts(prepared: Prepared, file: StatisticsFile) -> dict[str, int]:
@@ -158,24 +158,24 @@ def statistics_needs(prepared: Prepared) -> dict[str, frozenset[str]]:
             layer_needs |= {"range", "histogram"}
         if recipe.bias_correction:
             layer_needs |= {"mean"}
-        if layer_needs and prepared.formats[layer.name].outliers:
-            layer_needs |= {"peak"}
         if layer_needs:
             needs[layer.matrix] = needs.get(layer.matrix, frozenset()) | layer_needs
     return needs
 
 
-def _takes_outliers(prepared: Prepared) -> bool:
-    return any(prepared.formats[name].outliers for name in prepared.planned)
+def takes_outliers(prepared: Prepared) -> bool:
+    """Whether a format has outlier columns, or a search may choose one that has."""
+    is_searched = bool(SCHEMES[prepared.resolved.recipe.scheme].body.outliers)
+    return is_searched or any(prepared.formats[name].outliers for name in prepared.planned)
 
 
-def _with_outlier_columns(prepared: Prepared) -> Prepared:
-    """Add peaks of inputs where formats take outlier columns; one pass over a few windows gives them."""
-    if not _takes_outliers(prepared):
+def _with_peaks(prepared: Prepared) -> Prepared:
+    """Add peaks of inputs where formats have outlier columns; one pass over a few windows gives them."""
+    if not takes_outliers(prepared):
         return prepared
     magnitudes, notes = _quick_magnitudes(prepared, takes_means=False)
     digest = hashlib.sha256(b"".join(magnitudes[name].tobytes() for name in sorted(magnitudes))).hexdigest()
-    statistics = QuickStatistics(peaks=magnitudes)
+    statistics = WithPeaks(statistics=prepared.statistics, peaks=magnitudes)
     return replace(
         prepared, statistics=statistics, notes=(*prepared.notes, *notes), key=f"{prepared.key} {digest}"
     )
@@ -260,7 +260,7 @@ def _quick_magnitudes(
     recipe = resolved.recipe
     notes: tuple[str, ...] = ()
     length = min(QUICK_LENGTH, model_map.context or QUICK_LENGTH)
-    windows = OUTLIER_WINDOWS if _takes_outliers(prepared) else QUICK_WINDOWS
+    windows = OUTLIER_WINDOWS if takes_outliers(prepared) else QUICK_WINDOWS
     try:
         windows_NT = calibration_windows(recipe, resolved.source, model_map, windows=windows, length=length)
     except InputError as error:

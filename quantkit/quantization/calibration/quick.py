@@ -7,7 +7,7 @@ smoothing take a second or two; all other statistics need more tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,22 +18,24 @@ from quantkit.errors import InputError
 from quantkit.model.model_map import Layer, ModelMap
 from quantkit.model.names import modules_by_name
 from quantkit.quantization.calibration.replay import forward, head_left_out
-from quantkit.quantization.calibration.statistics import InputStatistics
+from quantkit.quantization.calibration.statistics import InputStatistics, StatisticsOf
 from quantkit.quantization.calibration.tokens import Tokens
 from quantkit.quantization.modules import watching_inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuickStatistics:
-    """Peaks of a few windows as the statistics of projections; a matrix that was never called has zeros."""
+class WithPeaks:
+    """Statistics of projections with the peaks of a few windows; those of an input never seen are zeros."""
 
+    statistics: StatisticsOf
     peaks: Mapping[str, NDArray[np.float32]]  # matrix -> one for each channel of its input
 
     def __call__(self, layer: Layer) -> InputStatistics:
         peak_I = self.peaks.get(layer.matrix)
         if peak_I is None:
             peak_I = np.zeros(layer.in_features, np.float32)
-        return InputStatistics(num_rows=0, peak_I=peak_I)
+        statistics = self.statistics(layer) or InputStatistics(num_rows=0)
+        return replace(statistics, peak_I=peak_I)
 
 
 def quick_magnitudes(

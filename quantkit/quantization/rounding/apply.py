@@ -233,7 +233,7 @@ class _Rounding:
         `outliers` gets its columns of the weights.
         """
         if statistics and outliers:
-            statistics = statistics.without(outliers.columns_I)
+            statistics = outliers.seen_by_fit(statistics)
         prepared = prepared_fit(self.fit, grid, statistics)
         moment_II = statistics.second_moment_II if statistics else None
         mean_I = statistics.mean_I if statistics and pack.adds_bias else None
@@ -263,7 +263,7 @@ class _Rounding:
             for layer, group in groupby(self.row_runs(pack), key=itemgetter(0)):
                 runs = [(rows, groups) for _, rows, groups in group]
                 own = statistics if layer is pack.layers[0] else self.statistics(layer)
-                jointly = prepared.jointly(own.without(outliers.columns_I) if own and outliers else own)
+                jointly = prepared.jointly(outliers.seen_by_fit(own) if own and outliers else own)
                 if jointly:
                     yield partial(task, partial(_joined_rows, [rows for rows, _ in runs]), jointly)
                 else:

@@ -37,6 +37,10 @@ class Outliers:
         others_OI[:, self.columns_I] = 0
         return np.ascontiguousarray(weight_OI[:, self.columns_I].T), others_OI
 
+    def seen_by_fit(self, statistics: InputStatistics) -> InputStatistics:
+        """Statistics of the inputs whose weights are on the grid; whole codes have all of them."""
+        return statistics if self.is_tied else statistics.without(self.columns_I)
+
     def parts(self, name: str) -> Iterator[Part]:
         weight_IO = np.concatenate(self.weights, axis=1)
         if np.abs(weight_IO).max(initial=0) > LARGEST_HALF:
