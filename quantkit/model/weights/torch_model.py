@@ -28,6 +28,7 @@ from quantkit.model.weights.tensors import TensorSource
 Drop = Callable[..., None]  # the weights of a block
 CHUNK_VALUES = 1 << 22
 FACTORS = "input_factors"
+LEFT_OUT = "is_left_out"  # attribute of a module in whose place something else runs: it needs no weights
 Chunks = Iterator[Tensor]  # consecutive rows of a tensor
 # Module -> (dtype, path of a parameter that is streamed -> its values).
 _streamed: MutableMapping[nn.Module, tuple[torch.dtype, dict[str, Callable[[], Chunks]]]] = (
@@ -88,8 +89,9 @@ def torch_model(
         if holder and all(path.startswith(f"{holder}.") for path in paths):
             waiting.setdefault(holder, []).extend((path, stored) for path in paths)
             unread |= dict.fromkeys(paths, partial(_chunks, tensors, stored, dtype))
-        elif streams and stored in tables and _is_plain_table(module, paths[0]):
-            _look_up(module.get_submodule(paths[0].rpartition(".")[0]), tensors, stored, dtype)
+        elif streams and stored in tables and (readers := _plain_tables(module, paths)):
+            for table in readers:
+                _look_up(table, tensors, stored, dtype)
             unread |= dict.fromkeys(paths, partial(_chunks, tensors, stored, dtype))
         elif streams and stored in heads:
             unread |= dict.fromkeys(paths, partial(_chunks, tensors, stored, dtype))
@@ -136,9 +138,14 @@ def _set(module: nn.Module, path: str, child: nn.Module | nn.Parameter) -> None:
     setattr(module.get_submodule(parent), leaf, child)
 
 
-def _is_plain_table(module: nn.Module, path: str) -> bool:
-    """Whether the module only looks up rows: some classes scale them, or shift the ids."""
-    return type(module.get_submodule(path.rpartition(".")[0])) is nn.Embedding
+def _plain_tables(module: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """The embeddings of a weight, if they only look up rows: some classes scale them, or shift the ids.
+
+    Encoder and decoder may each have a module for the table that they share.
+    """
+    owners = {module.get_submodule(path.rpartition(".")[0]) for path in paths}
+    embeddings: list[nn.Module] = [owner for owner in owners if isinstance(owner, nn.Embedding)]
+    return embeddings if all(type(table) is nn.Embedding for table in embeddings) else []
 
 
 def _look_up(embedding: nn.Module, tensors: TensorSource, name: str, dtype: torch.dtype) -> None:
@@ -164,7 +171,7 @@ def _fill_on_entry(
     shapes = {path: module.get_parameter(path) for path, _ in parts}
 
     def enter(entered: nn.Module, *_: object) -> None:
-        if "forward" in vars(entered):  # something else runs in its place
+        if getattr(entered, LEFT_OUT, False):
             return
         if held is not None:
             if held == [leave]:

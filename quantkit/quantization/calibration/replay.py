@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.model.examples import inputs_of
+from quantkit.model.weights.torch_model import LEFT_OUT
 from quantkit.quantization.calibration.tokens import Tokens
 
 # Letters: B windows of a batch, T tokens of a window, H hidden size.
@@ -106,10 +107,12 @@ def _replaced_forward(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iter
     try:
         for module, function in functions.items():
             module.forward = function
+            setattr(module, LEFT_OUT, True)
         yield
     finally:
         for module, own in before.items():
             vars(module).pop("forward", None)
+            vars(module).pop(LEFT_OUT, None)
             if own is not None:
                 module.forward = own
 
