@@ -190,12 +190,10 @@ def _replaced(
             own = outliers.seen_by_fit(own) if own and outliers else own
             encode = prepared.jointly(own) or prepared.encode
             float_OI = original.float().numpy()
-            takes_out = outliers is not None and not outliers.is_tied
-            if outliers and takes_out:
-                outlier_IO, float_OI = outliers.taken_from(float_OI)
-            decoded_OI = decode_all(encode(float_OI), layer.in_features)
-            if outliers and takes_out:
-                decoded_OI[:, outliers.columns_I] = outlier_IO.T
+            encoded = encode(outliers.on_grid(float_OI) if outliers else float_OI)
+            decoded_OI = decode_all(encoded, layer.in_features)
+            if outliers and not outliers.is_tied:
+                decoded_OI[:, outliers.columns_I] = float_OI[:, outliers.columns_I]
             target[rows] = torch.from_numpy(decoded_OI).to(target.dtype)
             undo.append(partial(target.index_copy_, 0, rows, original))
         for matrix in dict.fromkeys(layer.matrix for layer in pack.layers):

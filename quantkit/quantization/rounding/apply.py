@@ -243,27 +243,28 @@ class _Rounding:
             encode: Callable[[Floats], Encoded],
             groups: Callable[[], Groups | None] = lambda: None,
         ) -> _Run:
-            weight_OI = rows()
-            float_IO = None
-            if outliers and not outliers.is_tied:
-                float_IO, weight_OI = outliers.taken_from(weight_OI)
+            whole_OI = rows()
+            weight_OI = outliers.on_grid(whole_OI) if outliers else whole_OI
             as_stored = kept(weight_OI, grid, groups())
             run = as_stored or encode(weight_OI)
-            if outliers and outliers.is_tied:
-                float_IO, _ = outliers.taken_from(decode_all(run, pack.in_features))
+            decoded = partial(decode_all, run, pack.in_features)
+            float_IO = outliers.in_float(whole_OI, decoded) if outliers else None
             lost = sums_of(weight_OI, run, grid, moment_II)
             lost = replace(lost, num_kept=len(run.codes) if as_stored else 0)
             shift_O = np.zeros(len(weight_OI), np.float32)
             if mean_I is not None:
-                lost_OI = weight_OI - decode_all(run, pack.in_features)
+                lost_OI = weight_OI - decoded()
                 shift_O = np.asarray(lost_OI @ mean_I, np.float32)
             return _Run(encoded=run, shift_O=shift_O, lost=lost, outliers_IO=float_IO)
 
         def tasks() -> Iterator[Callable[[], _Run]]:
             for layer, group in groupby(self.row_runs(pack), key=itemgetter(0)):
                 runs = [(rows, groups) for _, rows, groups in group]
-                own = statistics if layer is pack.layers[0] else self.statistics(layer)
-                jointly = prepared.jointly(outliers.seen_by_fit(own) if own and outliers else own)
+                own = statistics
+                if layer is not pack.layers[0]:
+                    own = self.statistics(layer)
+                    own = outliers.seen_by_fit(own) if own and outliers else own
+                jointly = prepared.jointly(own)
                 if jointly:
                     yield partial(task, partial(_joined_rows, [rows for rows, _ in runs]), jointly)
                 else:

@@ -9,7 +9,7 @@ https://arxiv.org/abs/2208.07339
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,11 +31,18 @@ class Outliers:
     is_tied: bool  # an embedding reads the codes
     weights: list[Floats] = field(default_factory=list)  # [outliers, rows] of each run
 
-    def taken_from(self, weight_OI: Floats) -> tuple[Floats, Floats]:
-        """(the weights of these columns as [columns, rows], all weights with zeros in their place)."""
+    def on_grid(self, weight_OI: Floats) -> Floats:
+        """The weights to be encoded: zeros in these columns, unless the codes stay whole."""
+        if self.is_tied:
+            return weight_OI
         others_OI = weight_OI.copy()
         others_OI[:, self.columns_I] = 0
-        return np.ascontiguousarray(weight_OI[:, self.columns_I].T), others_OI
+        return others_OI
+
+    def in_float(self, weight_OI: Floats, decode: Callable[[], Floats]) -> Floats:
+        """The weights of these columns as [columns, rows]; `decode` gives what whole codes stand for."""
+        values_OI = decode() if self.is_tied else weight_OI
+        return np.ascontiguousarray(values_OI[:, self.columns_I].T)
 
     def seen_by_fit(self, statistics: InputStatistics) -> InputStatistics:
         """Statistics of the inputs whose weights are on the grid; whole codes have all of them."""
