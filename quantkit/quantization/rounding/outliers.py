@@ -62,7 +62,7 @@ class Outliers:
 
 
 def outliers_of(pack: Pack, statistics: InputStatistics | None) -> Outliers | None:
-    """The columns of a pack's format; None where it has none."""
+    """Outlier columns of a pack; None for a format without them."""
     if not pack.num_outliers:
         return None
     if statistics is None or statistics.peak_I is None:
